@@ -1,0 +1,278 @@
+"""Real ranks for tests: persistent gloo workers that run a function of a test file and hand back what each rank returned.
+
+What forced this design:
+
+- Starting a process and importing torch takes seconds, a test takes milliseconds: workers are kept, and pools of several sizes
+  share them (worker i is rank i of every pool).
+- A run must not inherit from the run before it. Each run gets a *fresh default process group* over a file of its own, because
+  a collective that one rank never answered would otherwise be answered by the next test. Seeds, the default dtype and dynamo's
+  caches are put back as well. After a failure nothing can be trusted, so the workers of that run are killed and new ones start.
+- A failing test must say which rank did what: a traceback per rank, or the stack of a rank that hangs (faulthandler writes it
+  from a signal handler in C, so that a rank blocked in a collective answers too).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib.util
+import inspect
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["TORCH_WARNINGS", "Pool", "RankError", "Worker", "stop"]
+
+T = TypeVar("T")
+
+START_SECONDS = 180.0
+GRACE_SECONDS = 4.0
+"""How long the other ranks may take to report too, once one rank has failed."""
+
+TORCH_WARNINGS: dict[str, str] = {}
+"""Warnings of torch's own that are no fault of ours: the beginning of the message -> the reason to ignore it."""
+
+
+class RankError(Exception):
+    """A run failed; ``ranks`` holds what each failed rank has to say: a traceback, an exit code, or a stack."""
+
+    def __init__(self, ranks: dict[int, str]) -> None:
+        self.ranks = ranks
+        super().__init__("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(ranks.items())))
+
+
+@dataclass(frozen=True)
+class _Job:
+    file: str
+    qualname: str
+    args: tuple[object, ...]
+    rank: int
+    world: int
+    rendezvous: str
+    timeout: float
+
+
+# -- in the worker --------------------------------------------------------------------------------------------------------
+
+
+def _module(file: str) -> ModuleType:
+    """The module of that source file: the one already imported from it, or a new one."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == file:
+            return module
+    name = f"shipped_{Path(file).stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load {file}")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _function(job: _Job) -> Callable[..., object]:
+    found: object = _module(job.file)
+    for part in job.qualname.split("."):
+        found = getattr(found, part)
+    return cast("Callable[..., object]", found)
+
+
+def _strict_warnings() -> None:
+    warnings.simplefilter("error")
+    for message in TORCH_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _work(job: _Job) -> object:
+    """Run the job as its rank in a fresh default process group."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{job.rendezvous}",
+        rank=job.rank,
+        world_size=job.world,
+        timeout=timedelta(seconds=job.timeout + 30),  # the parent's timeout comes first: it shows the stacks
+    )
+    try:
+        result = _function(job)(*job.args)
+        dist.barrier()  # no rank leaves the group while another still needs its answer
+        return result
+    finally:
+        dist.destroy_process_group()
+        if "torch._dynamo" in sys.modules:
+            sys.modules["torch._dynamo"].reset()
+        gc.collect()
+
+
+def _outcome(job: _Job) -> tuple[bool, bytes]:
+    with warnings.catch_warnings():
+        _strict_warnings()
+        try:
+            return True, pickle.dumps(_work(job))
+        except BaseException:  # a rank reports whatever happened, SystemExit too
+            return False, traceback.format_exc().encode()
+
+
+def _serve(pipe: connection.Connection, stacks: str) -> None:
+    """What a worker does: answer jobs until the parent is gone."""
+    file = open(stacks, "w")  # noqa: SIM115 - faulthandler writes to it for as long as the process lives
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    torch.set_num_threads(1)
+    pipe.send_bytes(b"ready")
+    while True:
+        try:
+            job = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        pipe.send_bytes(pickle.dumps(_outcome(job)))
+
+
+# -- in the parent --------------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """One process that stays, and is rank ``rank`` whenever it runs something."""
+
+    def __init__(self, rank: int) -> None:
+        context = get_context("spawn")
+        handle, name = tempfile.mkstemp(prefix=f"rank{rank}-", suffix=".stacks")
+        os.close(handle)
+        self.stacks = Path(name)
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, name), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def wait_until_ready(self) -> None:
+        if not self.pipe.poll(START_SECONDS):
+            raise TimeoutError(f"a worker did not start within {START_SECONDS:g} s")
+        try:
+            self.pipe.recv_bytes()
+        except EOFError:
+            raise RuntimeError(f"a worker ended with exit code {self.exit_code()} while it started") from None
+
+    def exit_code(self) -> int | None:
+        self.process.join(timeout=10)
+        return self.process.exitcode
+
+    def stack(self) -> str:
+        """What every thread of this rank is doing right now."""
+        before = self.stacks.stat().st_size
+        if self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 5
+        while self.stacks.stat().st_size == before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        return self.stacks.read_text()[before:]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+        self.stacks.unlink(missing_ok=True)
+
+
+def stop(team: list[Worker]) -> None:
+    """End these workers and forget them."""
+    while team:
+        team.pop().kill()
+
+
+class Pool:
+    """``world`` ranks that run a module-level function of any source file; started at the first run."""
+
+    def __init__(self, world: int, team: list[Worker] | None = None) -> None:
+        if world < 1:
+            raise ValueError(f"world must be at least 1, got {world}")
+        self.world = world
+        self.team = [] if team is None else team
+
+    def run(self, fn: Callable[..., T], *args: object, timeout: float = 120.0) -> list[T]:
+        """``fn(*args)`` on every rank at once: each rank's result, or :class:`RankError`.
+
+        ``fn`` is found in the worker by its source file and qualified name; arguments and results are pickled. A rank that
+        has not returned after ``timeout`` seconds hangs.
+        """
+        self._start()
+        file, qualname = inspect.getsourcefile(fn), fn.__qualname__
+        if file is None or "<" in qualname:
+            raise ValueError(f"{qualname} cannot be found by name in its source file; give a module-level function")
+        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+            for rank in range(self.world):
+                job = _Job(file, qualname, args, rank, self.world, f"{folder}/rendezvous", timeout)
+                self.team[rank].pipe.send_bytes(pickle.dumps(job))
+            results, failures = self._collect(timeout)
+        if failures:
+            self.close()
+            raise RankError(failures)
+        return [cast("T", pickle.loads(results[rank])) for rank in range(self.world)]
+
+    def close(self) -> None:
+        """End this pool's workers; the next run starts new ones."""
+        rest = self.team[self.world :]
+        mine = self.team[: self.world]
+        stop(mine)
+        self.team.clear()
+        stop(rest)
+
+    def _start(self) -> None:
+        fresh = [Worker(rank) for rank in range(len(self.team), self.world)]
+        self.team.extend(fresh)
+        for worker in fresh:
+            worker.wait_until_ready()
+
+    def _collect(self, timeout: float) -> tuple[dict[int, bytes], dict[int, str]]:
+        results: dict[int, bytes] = {}
+        failures: dict[int, str] = {}
+        pending = {self.team[rank].pipe: rank for rank in range(self.world)}
+        deadline = time.monotonic() + timeout
+        while pending:
+            ready = connection.wait(list(pending), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failures.update(self._stuck(sorted(pending.values()), timeout, failures))
+                break
+            for pipe in cast("Sequence[connection.Connection]", ready):
+                rank = pending.pop(pipe)
+                ok, payload = self._receive(rank)
+                if ok:
+                    results[rank] = payload
+                else:
+                    failures[rank] = payload.decode()
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return results, failures
+
+    def _receive(self, rank: int) -> tuple[bool, bytes]:
+        worker = self.team[rank]
+        try:
+            ok, payload = pickle.loads(worker.pipe.recv_bytes())
+            return ok, payload
+        except (EOFError, ConnectionError):
+            text = f"crashed with exit code {worker.exit_code()}\n{worker.stacks.read_text()}"
+            return False, text.encode()
+
+    def _stuck(self, ranks: Sequence[int], timeout: float, failures: dict[int, str]) -> dict[int, str]:
+        why = f"rank {min(failures)} failed and this rank did not return" if failures else f"no result after {timeout:g} s"
+        return {rank: f"hangs: {why}; its stack:\n{self.team[rank].stack()}" for rank in ranks}
