@@ -1,0 +1,18 @@
+"""Gradient accumulation for hand-written PyTorch loops: N micro-batches, one exact gradient, one reduction."""
+
+from ._accumulator import Accumulator
+from ._errors import AccumulateError, UnsupportedWrapperError, WindowError
+from ._sync import SyncControl, no_sync, register
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AccumulateError",
+    "Accumulator",
+    "SyncControl",
+    "UnsupportedWrapperError",
+    "WindowError",
+    "__version__",
+    "no_sync",
+    "register",
+]

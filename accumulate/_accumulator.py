@@ -1,0 +1,271 @@
+"""The public class: what users call, in the order in which a loop calls it. It knows no wrapper by its name."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, TypedDict
+
+import torch
+from torch import Tensor, distributed as dist, nn
+from typing_extensions import Self, Unpack
+
+from . import _arguments as arguments
+from ._errors import AccumulateError
+from ._gradients import Gradients, total_norm
+from ._ranks import Ranks
+from ._sync import find, release
+from ._windows import Windows
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Accumulator"]
+
+
+class _Steppable(Protocol):
+    def step(self) -> object: ...
+
+
+class _Optimizer(_Steppable, Protocol):
+    def zero_grad(self) -> object: ...
+
+
+class _BackwardOptions(TypedDict, total=False):
+    retain_graph: bool | None
+    create_graph: bool
+    inputs: Sequence[Tensor]
+
+
+class _Block:
+    """The context of one micro-batch; a class, because a generator-based one costs ten times as much to enter."""
+
+    __slots__ = ("_boundary", "_windows")
+
+    def __init__(self, windows: Windows, boundary: bool | None) -> None:
+        self._windows = windows
+        self._boundary = boundary
+
+    def __enter__(self) -> None:
+        self._windows.enter(self._boundary)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._windows.leave(failed=kind is not None)
+
+
+class Accumulator:
+    """N micro-batches give one exact gradient and one reduction, in any loop and under any wrapper.
+
+    ``model`` is a module or several; ``steps`` the micro-batches of one window: an int >= 1, or a callable of the update
+    index, read once when a window opens. ``policy`` says what sharded wrappers keep between micro-batches ("balanced" is
+    the only one so far). ``group`` overrules the ranks over which weights are summed (default: those that the wrapper
+    averages over). Construct it on every rank, once the model is wrapped and its weights are loaded.
+
+    Raises ``TypeError`` or ``ValueError`` for a wrong argument, :class:`UnsupportedWrapperError` for a wrapper that cannot
+    be steered, :class:`AccumulateError` if ranks disagree.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        steps: int | Callable[[int], int] = 1,
+        *,
+        policy: str = "balanced",
+        group: ProcessGroup | None = None,
+    ) -> None:
+        models = arguments.as_models(model)
+        steps = arguments.check_setting(steps)
+        self._policy = arguments.check_policy(policy)
+        self._found = find(models)
+        self._detach = weakref.finalize(self, release, self._found)  # at close(), or when this object is collected
+        self._detach.atexit = False
+        try:
+            gradients = [Gradients(name, each, self._found) for name, each in models.items()]
+            ranks = Ranks(self._found, group, gradients[0].device)
+            shown = "a callable" if callable(steps) else steps
+            ranks.agree(steps=shown, policy=policy, wrappers=self._wrappers())
+            self._windows = Windows(steps, self._found, gradients, ranks)
+        except BaseException:
+            self._detach()
+            raise
+        self._gradients = gradients
+        self._grad_norm: Tensor | None = None
+        if not self._found and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            warnings.warn(
+                "torch.distributed is initialised but no wrapper was found in the model: gradients and sums stay on this rank. "
+                "Pass the wrapped model (DistributedDataParallel, fully_shard, ...) if ranks share the work.",
+                stacklevel=2,
+            )
+
+    # -- one micro-batch ----------------------------------------------------------------------------------------------
+
+    def step(self, boundary: bool | None = None) -> _Block:
+        """The context of one micro-batch: forward and backward, or only backward, go inside.
+
+        The micro-batch that fills the window reduces; ``boundary=True`` or ``False`` overrules the count (then all ranks
+        must do so alike). A block left by an exception is not counted; if backward had started, the window is broken until
+        ``reset()``. Raises :class:`WindowError` on entry if a block is open already, if the window is broken, or if
+        gradients were cleared or changed since the last block; :class:`AccumulateError` on leaving a boundary if a wrapper
+        did not reduce.
+        """
+        return _Block(self._windows, arguments.check_boundary(boundary))
+
+    def backward(
+        self, loss: Tensor, weight: float | Tensor | None = None, reduction: str = "mean", **kwargs: Unpack[_BackwardOptions]
+    ) -> None:
+        """Add this loss to the window: scale it, then run its backward. The user's tensor is not changed.
+
+        ``loss`` is a scalar: a mean over ``weight`` items, or with ``reduction="sum"`` their sum. ``weight`` is a number or
+        a 0-dim tensor on any device (never read on the host); without it, a micro-batch counts 1. ``weight=0`` as a number
+        drops the micro-batch, whatever its loss is: this rank still takes part in every collective. ``kwargs`` go to
+        ``Tensor.backward``. Raises ``ValueError``/``TypeError`` for a loss or weight that cannot be one,
+        :class:`WindowError` outside a block or if weighted and unweighted losses meet in one window.
+        """
+        scaled = self.scale(loss, weight, reduction)
+        if self._windows.runs_backward(arguments.is_zero(weight)):
+            scaled.backward(**kwargs)
+
+    def scale(self, loss: Tensor, weight: float | Tensor | None = None, reduction: str = "mean") -> Tensor:
+        """The loss as :meth:`backward` would run it, for code that has its own backward call; counts it once."""
+        arguments.check_loss(loss)
+        return self._windows.term(loss, arguments.check_weight(weight, reduction), reduction)
+
+    # -- the window ---------------------------------------------------------------------------------------------------
+
+    def flush(self) -> bool:
+        """Close a short window now, reduced and exactly weighted; True if there was one (``is_boundary`` is then true).
+
+        A collective: call it on every rank, for instance after the loop of an epoch. A rank whose window is empty takes
+        part where its wrapper can (DDP). Reads one small vector on the host. Raises :class:`WindowError` inside a block.
+        """
+        return self._windows.flush()
+
+    def reset(self) -> None:
+        """Drop an open window: its count, its weights and its gradients, sums that FSDP2 hides included.
+
+        Call it on every rank. The only way on after an exception has broken a window. Raises :class:`WindowError` inside a
+        block, :class:`AccumulateError` for an FSDP1 model that an exception has left unusable.
+        """
+        self._windows.reset()
+
+    @property
+    def is_boundary(self) -> bool:
+        """True inside and after the block that closes a window, until the next block is entered."""
+        return self._windows.is_boundary
+
+    @property
+    def position(self) -> int:
+        """The index, from 0, of the next micro-batch in the open window (inside a block: of this one)."""
+        return self._windows.open.position if self._windows.open else 0
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches counted so far."""
+        return self._windows.micro_steps
+
+    @property
+    def updates(self) -> int:
+        """Windows closed so far."""
+        return self._windows.updates
+
+    @property
+    def steps(self) -> int | Callable[[int], int]:
+        """The window length as it was set; a new value takes effect when the next window opens."""
+        return self._windows.steps
+
+    @steps.setter
+    def steps(self, steps: int | Callable[[int], int]) -> None:
+        self._windows.steps = arguments.check_setting(steps)
+
+    # -- the update ---------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the closed window's gradient to ``max_norm``; returns its norm before, over all shards and models.
+
+        A 0-dim tensor, the same on every rank of a wrapped model. Raises :class:`WindowError` off the boundary, where
+        gradients are partial (FSDP2 would report 0), ``ValueError`` for a negative or NaN ``max_norm``.
+        """
+        self._windows.require_boundary("clip_grad_norm_")
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must be at least 0, got {max_norm!r}")
+        self._grad_norm = total_norm(self._gradients, float(norm_type))
+        for gradients in self._gradients:
+            gradients.clip(max_norm, self._grad_norm)
+        return self._grad_norm
+
+    def optimizer_step(
+        self, *optimizers: _Optimizer, max_norm: float | None = None, schedulers: Iterable[_Steppable] = ()
+    ) -> bool:
+        """At a boundary: clip, step the optimizers and schedulers, clear the gradients. Off the boundary: nothing.
+
+        Returns whether the step was taken, so it can be called after every block. Raises ``TypeError`` without an
+        optimizer, :class:`WindowError` inside a block.
+        """
+        if not optimizers:
+            raise TypeError("optimizer_step() needs at least one optimizer")
+        schedulers = tuple(schedulers)
+        if not self._windows.at_boundary("optimizer_step"):
+            return False
+        if max_norm is not None:
+            self.clip_grad_norm_(max_norm)
+        for each in (*optimizers, *schedulers):
+            each.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        torch.clear_autocast_cache()  # an outer autocast would go on with casts of the old weights
+        return True
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    @property
+    def loss(self) -> Tensor | None:
+        """This rank's weighted mean loss of the last closed window: 0-dim, detached, on its device, never synchronised.
+
+        None before the first window, or if the user scales; 0 for a window of total weight 0.
+        """
+        return self._windows.loss
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm at the last ``clip_grad_norm_``; None before the first."""
+        return self._grad_norm
+
+    def _wrappers(self) -> list[str]:
+        return [f"{type(control.module).__name__} at {name}" for name, control in self._found]
+
+    def __repr__(self) -> str:
+        windows = self._windows
+        ranks = windows.ranks.size
+        window = "" if callable(windows.steps) else f", window={windows.steps * ranks} micro-batches"
+        wrappers = ", ".join(self._wrappers()) or "none"
+        return f"Accumulator(steps={windows.steps}, ranks={ranks}{window}, wrappers=[{wrappers}], policy={self._policy!r})"
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Detach from the model, which is then as it was found; an open window is dropped with a warning.
+
+        Calling it twice is fine; any later block raises :class:`WindowError`, and so does ``close`` inside a block.
+        """
+        open_window = self._windows.open
+        self._windows.close()
+        self._detach()
+        if open_window is not None:
+            warnings.warn(
+                f"close() dropped an open window of {open_window.position} micro-batches; call flush() first to use them",
+                stacklevel=2,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+            return
+        with suppress(AccumulateError):  # what is on its way out matters more than a model that cannot be reset
+            self._windows.close()
+        self._detach()

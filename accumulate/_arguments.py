@@ -1,0 +1,120 @@
+"""What users pass, checked once, with errors that carry the value and the next action."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor, nn
+
+from ._errors import AccumulateError
+from ._scaling import precise
+
+__all__ = [
+    "as_models",
+    "check_loss",
+    "check_policy",
+    "check_steps",
+    "check_weight",
+    "is_zero",
+    "refuse_optimizer_in_backward",
+]
+
+POLICIES = ("balanced",)
+
+
+def as_models(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """The models by the name that messages call them: "model", or "model[0]", "model[1]", ..."""
+    if isinstance(model, nn.Module):
+        return {"model": model}
+    if not isinstance(model, Sequence) or isinstance(model, str) or not all(isinstance(m, nn.Module) for m in model):
+        raise TypeError(f"model must be an nn.Module or a list of them, got {model!r}")
+    if not model:
+        raise ValueError("model is an empty list; pass at least one nn.Module")
+    owner: dict[int, int] = {}
+    for index, each in enumerate(model):
+        for module in each.modules():
+            if owner.setdefault(id(module), index) != index:
+                raise ValueError(
+                    f"model[{index}] and model[{owner[id(module)]}] share a {type(module).__name__}, whose gradient would be "
+                    "scaled twice. Pass each module once."
+                )
+    return {f"model[{index}]": each for index, each in enumerate(model)}
+
+
+def check_steps(steps: object) -> int:
+    """The number of micro-batches in a window."""
+    if isinstance(steps, bool) or not isinstance(steps, numbers.Integral):
+        raise TypeError(f"steps must be an int >= 1 or a callable of the update index that returns one, got {steps!r}")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps!r}; steps=1 means no accumulation")
+    return int(steps)
+
+
+def check_setting(steps: int | Callable[[int], int]) -> int | Callable[[int], int]:
+    """``steps`` as the user sets it; a callable is first called when a window opens."""
+    return steps if callable(steps) else check_steps(steps)
+
+
+def check_policy(policy: str) -> str:
+    """The policy, if there is one of that name."""
+    if policy not in POLICIES:
+        raise ValueError(f"unknown policy {policy!r}; choose from {', '.join(map(repr, POLICIES))}")
+    return policy
+
+
+def check_boundary(boundary: bool | None) -> bool | None:
+    """True, False or None; nothing that would have to be read from a device."""
+    if boundary is not None and not isinstance(boundary, bool):
+        raise TypeError(f"boundary must be True, False or None (let the count decide), got {boundary!r}")
+    return boundary
+
+
+def check_loss(loss: Tensor) -> None:
+    """Raise unless ``loss`` is a scalar that backward can start from."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss must be a tensor, got {loss!r}")
+    if loss.numel() != 1:
+        raise ValueError(f"loss must be a scalar, got shape {tuple(loss.shape)}; reduce it with .mean() or .sum() first")
+    if not loss.requires_grad:
+        raise ValueError(
+            f"loss {loss!r} does not require grad, so backward has nowhere to go; was it detached, or computed under no_grad()?"
+        )
+
+
+def check_weight(weight: float | Tensor | None, reduction: str) -> float | Tensor | None:
+    """The weight as a float or a 0-dim tensor; raise for what cannot be a count. A tensor is not read."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+    if weight is None:
+        if reduction == "sum":
+            raise ValueError("reduction='sum' needs weight=, the number of items in the sum, to divide by")
+        return None
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise ValueError(f"weight must be one number, got a tensor of shape {tuple(weight.shape)}; pass its sum")
+        return weight.detach().reshape(()).to(precise(weight.device))  # an integer count times a scale would be float32
+    if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
+        raise TypeError(f"weight must be a number or a 0-dim tensor, got {weight!r}")
+    if not math.isfinite(weight) or weight < 0:
+        raise ValueError(f"weight must be finite and at least 0, got {weight!r}; it counts the items in the loss")
+    return float(weight)
+
+
+def is_zero(weight: float | Tensor | None) -> bool:
+    """Whether the weight is the number 0, which drops a micro-batch; a tensor is never read."""
+    return isinstance(weight, float) and weight == 0.0
+
+
+def refuse_optimizer_in_backward(named: Iterable[tuple[str, nn.Parameter]], steps: int) -> None:
+    """Raise if a parameter has a hook that runs after each accumulation: with steps > 1 it would see partial sums."""
+    if steps == 1:
+        return
+    for name, param in named:
+        if getattr(param, "_post_accumulate_grad_hooks", None) or getattr(param, "_in_backward_optimizers", None):
+            raise AccumulateError(
+                f"parameter {name} has a post-accumulate-grad hook (an optimizer inside backward?), which would act on each of "
+                f"the {steps} micro-batches of a window instead of on their gradient. Remove the hook and step the optimizer "
+                "when is_boundary is true, or use steps=1."
+            )

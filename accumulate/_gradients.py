@@ -1,0 +1,119 @@
+"""The ``.grad`` tensors of a model: what happened to them between two blocks, their norm, and one multiply."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from ._sync import Found
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Gradients", "total_norm"]
+
+
+@dataclass
+class _Part:
+    """Parameters whose gradients are laid out alike: local tensors, DTensors of one mesh, or FSDP1's shards."""
+
+    shard_group: ProcessGroup | None
+    params: list[nn.Parameter] = field(default_factory=list)
+
+    def grads(self) -> list[Tensor]:
+        return [p.grad for p in self.params if p.grad is not None]
+
+    def norm(self, norm_type: float) -> Tensor:
+        """The norm of the whole gradient, not of this rank's shard of it."""
+        norm = get_total_norm(self.grads(), norm_type)
+        if _is_dtensor(norm):
+            norm = norm.full_tensor()  # type: ignore[operator]  # a DTensor's method
+        if self.shard_group is None:
+            return norm
+        norm = norm.to(self.params[0].device)
+        infinite = norm_type == float("inf")
+        power = norm if infinite else norm**norm_type
+        op = torch.distributed.ReduceOp.MAX if infinite else torch.distributed.ReduceOp.SUM
+        torch.distributed.all_reduce(power, op, group=self.shard_group)
+        return power if infinite else power ** (1.0 / norm_type)
+
+
+class Gradients:
+    """The gradients of one user model."""
+
+    def __init__(self, name: str, model: nn.Module, found: Sequence[Found]) -> None:
+        self.name = name
+        inside = {id(module) for module in model.modules()}
+        self.is_wrapped = any(id(control.module) in inside for _, control in found)
+        self.named = list(model.named_parameters())
+        self.params = [param for _, param in self.named]
+        self.parts = _partition(self.params, found)
+        self._versions: list[int] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's first parameter is."""
+        return self.params[0].device if self.params else torch.device("cpu")
+
+    def remember(self) -> None:
+        """Note the state of every gradient, so that ``changed`` can tell what happened since."""
+        self._versions = _versions(self.params)
+
+    def changed(self) -> str | None:
+        """What was done to the gradients since ``remember``, in words; None if nothing was."""
+        now = _versions(self.params)
+        if now == self._versions:
+            return None
+        cleared = any(before >= 0 > after for before, after in zip(self._versions, now, strict=True))
+        return "cleared (zero_grad?)" if cleared else "changed (a backward outside any block, or zero_grad?)"
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply every gradient by the 0-dim ``factor``, in place, without reading it on the host."""
+        for part in self.parts:
+            if grads := part.grads():
+                torch._foreach_mul_(grads, factor.to(grads[0].device))
+
+    def drop(self) -> None:
+        """Set every gradient to None."""
+        for param in self.params:
+            param.grad = None
+
+    def clip(self, max_norm: float, total: Tensor) -> None:
+        """Scale every gradient so that a total norm of ``total`` becomes at most ``max_norm``."""
+        for part in self.parts:
+            clip_grads_with_norm_(part.params, max_norm, total)
+
+
+def total_norm(several: Sequence[Gradients], norm_type: float) -> Tensor:
+    """The norm of all the gradients as one vector, over all their shards."""
+    norms = [part.norm(norm_type) for gradients in several for part in gradients.parts]
+    if len(norms) == 1:
+        return norms[0]
+    dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, dtype) for n in norms]), norm_type)
+
+
+def _versions(params: Iterable[nn.Parameter]) -> list[int]:
+    return [-1 if (grad := p.grad) is None else grad._version for p in params]
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # imported by whatever made the DTensor
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _partition(params: Iterable[nn.Parameter], found: Sequence[Found]) -> list[_Part]:
+    shards = {id(p): c.shard_group for _, c in found if c.shard_group is not None for p in c.module.parameters()}
+    parts: dict[object, _Part] = {}
+    for param in params:
+        group = shards.get(id(param))
+        mesh = param.device_mesh if _is_dtensor(param) else None  # type: ignore[attr-defined]  # a DTensor's
+        part = parts.setdefault((param.device, mesh, id(group)), _Part(group))
+        part.params.append(param)
+    return list(parts.values())

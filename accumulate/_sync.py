@@ -1,0 +1,225 @@
+"""How the library finds the wrappers in a model and talks to them.
+
+An adapter is one final class per wrapper that implements :class:`SyncControl`. Wrapper classes are looked up in
+``sys.modules``: a wrapper whose module was never imported cannot be in the model, so importing this library imports none.
+A class that looks like a wrapper and has no adapter is refused; ``hasattr`` never chooses behaviour.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import nn
+
+from ._errors import UnsupportedWrapperError, WindowError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Found", "SyncControl", "acquire", "find", "no_sync", "register", "release"]
+
+
+class SyncControl(ABC):
+    """Steers the gradient reduction of one wrapped module; subclass it to teach the library a wrapper.
+
+    The library calls, for each micro-batch, ``begin(reduce)`` and ``end()``; after a micro-batch that reduced also
+    ``finish()``. ``flush()`` and ``reset()`` come between micro-batches only. See :func:`register`.
+    """
+
+    covers_subtree = False
+    """True if one instance steers the same wrapper further down, so that only the outermost one is controlled."""
+    must_run_backward = False
+    """True while every backward has collectives, so that a rank cannot leave out a micro-batch of weight 0."""
+    shard_group: ProcessGroup | None = None
+    """The group over which ``.grad`` is split without being a DTensor (FSDP1), else None."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.hooks: list[RemovableHandle] = []
+        self.users = 0
+        self.drop = False
+        """Set during a micro-batch of weight 0 whose backward has to run: it must contribute zeros."""
+        self.disturbed = False
+        """Set when a backward reached the module since ``begin``; an exception then breaks the window."""
+
+    @property
+    @abstractmethod
+    def groups(self) -> tuple[ProcessGroup, ...]:
+        """The process groups, one per mesh dimension, over which the wrapper averages gradients."""
+
+    @abstractmethod
+    def begin(self, reduce: bool) -> None:
+        """A micro-batch begins: until ``end()``, a backward reduces gradients only if ``reduce``."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The micro-batch ended, perhaps by an exception: put back what ``begin`` found."""
+
+    @abstractmethod
+    def finish(self) -> bool:
+        """Called after a reducing micro-batch: True if everything accumulated has been reduced."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Reduce what is accumulated, without a micro-batch. Called on all ranks."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Drop what the wrapper has accumulated besides the ``.grad`` of its parameters."""
+
+
+class Found(NamedTuple):
+    """A wrapper in the user's model: its dotted name, and what steers it."""
+
+    name: str
+    control: SyncControl
+
+
+_FSDP2 = "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule"
+_FSDP2_BEFORE_2_7 = "torch.distributed._composable.fsdp.fully_shard.FSDPModule"
+_registry: dict[type | str, type[SyncControl] | str] = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "accumulate.wrappers.ddp.DDPControl",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "accumulate.wrappers.fsdp1.FSDP1Control",
+    _FSDP2: "accumulate.wrappers.fsdp2.FSDP2Control",
+    _FSDP2_BEFORE_2_7: "accumulate.wrappers.fsdp2.FSDP2Control",
+}
+_FOREIGN = {
+    "deepspeed.": "DeepSpeed's engine counts micro-batches itself: use its own gradient_accumulation_steps",
+    "megatron.": "Megatron's schedule owns the accumulation: use its own no_sync_func",
+    "torch_xla.": "use torch_xla's own accumulation",
+    "torch.distributed._composable.replicate": "wrap with DistributedDataParallel, or use the fully_shard-based replicate",
+}
+_active: weakref.WeakValueDictionary[int, SyncControl] = weakref.WeakValueDictionary()
+
+
+def register(wrapper: type[nn.Module] | str, control: type[SyncControl]) -> None:
+    """Teach the library a wrapper: every later ``Accumulator`` and ``no_sync`` finds it, subclasses included.
+
+    ``wrapper`` is the class, or its dotted name "package.module.Class" if it should not be imported for it. The latest
+    registration wins. Raises ``TypeError`` if ``control`` is no concrete :class:`SyncControl`.
+    """
+    if not (isinstance(control, type) and issubclass(control, SyncControl)):
+        raise TypeError(f"control must be a subclass of accumulate.SyncControl, got {control!r}")
+    if missing := ", ".join(sorted(control.__abstractmethods__)):
+        raise TypeError(f"{control.__name__} does not implement {missing}; SyncControl's docstrings say what each must do")
+    if not isinstance(wrapper, str) and not (isinstance(wrapper, type) and issubclass(wrapper, nn.Module)):
+        raise TypeError(f"wrapper must be an nn.Module class or its dotted name, got {wrapper!r}")
+    _registry.pop(wrapper, None)
+    _registry[wrapper] = control
+
+
+def _resolve(dotted: str) -> type | None:
+    """The class of that dotted name if its module is imported already, else None."""
+    home, _, name = dotted.rpartition(".")
+    return getattr(sys.modules.get(home), name, None)
+
+
+def _adapters() -> list[tuple[type, type[SyncControl]]]:
+    """Each wrapper class that exists in this process with its adapter, the latest registration first."""
+    found = []
+    for wrapper, control in reversed(_registry.items()):
+        cls = _resolve(wrapper) if isinstance(wrapper, str) else wrapper
+        if cls is None:
+            continue
+        if isinstance(control, str):
+            home, _, name = control.rpartition(".")
+            control = getattr(importlib.import_module(home), name)
+        found.append((cls, control))
+    return found
+
+
+def _refuse_unknown(name: str, module: nn.Module) -> None:
+    """Raise for a module that is, or looks like, a wrapper without an adapter."""
+    cls = type(module)  # never the instance: OptimizedModule forwards attributes of the module inside
+    dotted = f"{cls.__module__}.{cls.__qualname__}"
+    advice = next((text for prefix, text in _FOREIGN.items() if dotted.startswith(prefix)), None)
+    looks_like_one = any(hasattr(cls, flag) for flag in ("no_sync", "set_requires_gradient_sync"))
+    if not looks_like_one and not (advice and "Parallel" in cls.__name__):
+        return
+    raise UnsupportedWrapperError(
+        f"{name} is a {dotted}, which synchronises gradients in a way this library does not know. Supported are "
+        f"DistributedDataParallel, FullyShardedDataParallel and fully_shard; "
+        f"{advice or 'for another wrapper write a SyncControl and call accumulate.register(wrapper, control)'}."
+    )
+
+
+def _matches(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module, type[SyncControl]]]:
+    adapters = _adapters()
+    matches = []
+    covered: set[tuple[type, int]] = set()
+    for label, model in models.items():
+        for path, module in model.named_modules():
+            name = f"{label}.{path}" if path else label
+            control = next((c for cls, c in adapters if isinstance(module, cls)), None)
+            if control is None:
+                _refuse_unknown(name, module)
+            elif (control, id(module)) not in covered:
+                matches.append((name, module, control))
+                below = module.modules() if control.covers_subtree else (module,)
+                covered.update((control, id(m)) for m in below)
+    return matches
+
+
+def acquire(module: nn.Module, control: type[SyncControl]) -> SyncControl:
+    """The control of ``module``: the one that is attached already, or a new one."""
+    active = _active.get(id(module))
+    if active is None:
+        active = _active[id(module)] = control(module)
+    active.users += 1
+    return active
+
+
+def release(found: Sequence[Found]) -> None:
+    """Give controls back; the last user's leaving removes every hook from the module."""
+    for _, control in found:
+        control.users -= 1
+        if control.users == 0:
+            for hook in control.hooks:
+                hook.remove()
+            _active.pop(id(control.module), None)
+
+
+def find(models: Mapping[str, nn.Module]) -> list[Found]:
+    """Every wrapper in ``models``, at any depth; raises :class:`UnsupportedWrapperError` for an unknown one."""
+    found: list[Found] = []
+    try:
+        for name, module, control in _matches(models):
+            found.append(Found(name, acquire(module, control)))
+    except BaseException:
+        release(found)
+        raise
+    return found
+
+
+class no_sync:  # noqa: N801 - a context manager that reads as a verb, like torch.no_grad
+    """Inside ``with no_sync(model):`` gradients accumulate locally, under any wrapper; on a plain module nothing happens.
+
+    Whether to reduce is decided when backward runs, so a forward inside reduces if its backward comes after the block. Only
+    under DDP without an attached ``Accumulator``, a forward that ran before the block reduces inside it (torch decides that
+    in forward): the gradient stays right, the communication is not saved. Unknown wrappers raise
+    :class:`UnsupportedWrapperError`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._found: list[Found] = []
+
+    def __enter__(self) -> None:
+        if self._found:
+            raise WindowError("this no_sync(model) is entered already; call no_sync(model) again for a nested block")
+        self._found = find({"model": self._model})
+        for _, control in self._found:
+            control.begin(reduce=False)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        found, self._found = self._found, []
+        for _, control in reversed(found):
+            control.end()
+        release(found)

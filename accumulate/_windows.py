@@ -1,0 +1,256 @@
+"""The windows of one accumulator, one after another: opening, entering and leaving micro-batches, closing, dropping."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ._arguments import check_steps, refuse_optimizer_in_backward
+from ._errors import AccumulateError, WindowError
+from ._gradients import Gradients
+from ._ranks import Ranks, Sum
+from ._scaling import correction
+from ._sync import Found
+from ._tally import Tally
+
+__all__ = ["Windows"]
+
+
+class Windows:
+    """Counts micro-batches, decides which one closes a window, and makes the closed window's gradient exact."""
+
+    def __init__(
+        self,
+        steps: int | Callable[[int], int],
+        found: Sequence[Found],
+        gradients: Sequence[Gradients],
+        ranks: Ranks,
+    ) -> None:
+        self.steps = steps
+        self.ranks = ranks
+        self.micro_steps = 0
+        self.updates = 0
+        self.is_boundary = False
+        self.is_closed = False
+        self.loss: Tensor | None = None
+        self.open: Tally | None = None
+        self._controls = [control for _, control in found]
+        self._found = found
+        self._gradients = gradients
+        self._thread: int | None = None
+        self._explicit = False
+        self._started = False
+        self._dropped = False
+        self._sum: Sum | None = None
+        self._mean_weight: float | Tensor | None = None
+        if not callable(steps):
+            self._refuse_optimizer_in_backward(steps)
+
+    # -- micro-batches ------------------------------------------------------------------------------------------------
+
+    def enter(self, boundary: bool | None) -> None:
+        """Begin a micro-batch: decide whether it closes the window, and tell the wrappers."""
+        if self._thread is not None:
+            where = "this thread" if self._thread == threading.get_ident() else "another thread"
+            raise WindowError(f"step() entered while a step() block of {where} is open; leave that block first")
+        if self.is_closed:
+            raise WindowError("this Accumulator is closed; construct a new one")
+        tally = self.open or self._new_tally()
+        self._check_usable(tally)
+        reduce = tally.position + 1 >= tally.steps if boundary is None else boundary
+        self._begin_controls(reduce)
+        self._thread = threading.get_ident()
+        self.open, self.is_boundary, self._explicit = tally, reduce, boundary is not None
+        self._started = self._dropped = False
+
+    def _begin_controls(self, reduce: bool) -> None:
+        begun = []
+        try:
+            for control in self._controls:
+                control.begin(reduce)
+                begun.append(control)
+        except BaseException:
+            for control in reversed(begun):
+                control.end()
+            raise
+
+    def leave(self, failed: bool) -> None:
+        """End a micro-batch: put every flag back, then count it, close the window, or mark it broken."""
+        self._thread = None
+        for control in reversed(self._controls):
+            control.drop = False
+            control.end()
+        tally = self._opened()
+        if failed:
+            self._fail(tally)
+            return
+        tally.commit(self._explicit)
+        self.micro_steps += 1
+        if self.is_boundary:
+            self._close(tally, flush=self._dropped)
+        else:
+            self._remember()
+
+    def _fail(self, tally: Tally) -> None:
+        """An exception left the block: the micro-batch is not counted, and may have left half a gradient behind."""
+        self.is_boundary = False
+        self._sum = None
+        if self._started or any(c.disturbed for c in self._controls) or any(g.changed() for g in self._gradients):
+            tally.broken = f"an exception left micro-batch {tally.position + 1} of {tally.steps} after its backward had started"
+        tally.discard()
+        if not tally.broken and not tally.position:
+            self.open = None
+
+    def term(self, loss: Tensor, weight: float | Tensor | None, reduction: str) -> Tensor:
+        """One loss of the micro-batch that is under way, scaled."""
+        if self._thread is None:
+            raise WindowError("backward() and scale() belong inside a `with acc.step():` block; none is open")
+        tally = self._opened()
+        if not tally.terms:
+            self._check_usable(tally)  # zero_grad() at the top of the block
+        scaled = tally.term(loss, weight, reduction)
+        if self.is_boundary and self._sum is None and (tally.weighted or tally.by_hand or self._explicit):
+            self._sum = self.ranks.start_sum(tally.totals())  # before backward, which it then overlaps with
+        return scaled
+
+    def runs_backward(self, dropped: bool) -> bool:
+        """Whether the loss just scaled needs its backward; a dropped one only where backward has collectives."""
+        if dropped:
+            if not any(control.must_run_backward for control in self._controls):
+                self._dropped = True
+                return False
+            for control in self._controls:
+                control.drop = True
+        self._started = True
+        return True
+
+    # -- windows ------------------------------------------------------------------------------------------------------
+
+    def flush(self) -> bool:
+        """Close what is open on any rank; True if there was something."""
+        self._refuse_inside("flush")
+        tally = self.open or self._new_tally()
+        self._check_usable(tally)
+        weighted, unweighted = float(tally.weighted is True), float(tally.weighted is False)
+        self._sum = self.ranks.start_sum((*tally.totals(), weighted, unweighted))
+        _, count, weighted, unweighted = self._sum.result().tolist()
+        if not count:
+            self._sum = None
+            return False
+        if weighted and unweighted:
+            raise AccumulateError(
+                "some ranks gave their losses a weight in this window and some did not, so it has no common denominator. "
+                "Pass a weight on every rank; reset() drops this window."
+            )
+        if tally.weighted is None and (weighted or unweighted):
+            tally.begin_terms(bool(weighted))  # this rank had no micro-batch of a window that others had opened
+        tally.by_hand = True
+        self._close(tally, flush=True)
+        self.is_boundary = True
+        return True
+
+    def reset(self) -> None:
+        """Drop the open window, its gradients and its hidden sums."""
+        self._refuse_inside("reset")
+        if self.open is None:
+            return
+        for control in self._controls:
+            control.reset()
+        for gradients in self._gradients:
+            gradients.drop()
+        self.open = self._sum = None
+        self.is_boundary = False
+
+    def close(self) -> None:
+        """Drop an open window and refuse every later block."""
+        self.reset()
+        self.is_closed = True
+
+    def at_boundary(self, call: str) -> bool:
+        """Whether a window has been closed and no later one has begun; raises inside a block."""
+        self._refuse_inside(call)
+        return self.is_boundary
+
+    def require_boundary(self, call: str) -> None:
+        """Raise unless a window has been closed and no later one has begun."""
+        if not self.at_boundary(call):
+            position = self.open.position if self.open else 0
+            raise WindowError(
+                f"{call}() at micro-batch {position} of a window: its gradient is not complete (or not reduced) yet. "
+                "Call it when is_boundary is true."
+            )
+
+    def _close(self, tally: Tally, flush: bool) -> None:
+        try:
+            for name, control in self._found:
+                if flush:
+                    control.flush()
+                elif not control.finish():
+                    raise AccumulateError(
+                        f"{name} ({type(control.module).__name__}) reduced nothing in the micro-batch that closes the window. "
+                        "Call the wrapper itself instead of its .module, and leave its own no_sync() and sync flags alone; "
+                        "then reset() and repeat the window."
+                    )
+            self._correct(tally)
+        except BaseException:
+            tally.broken = "its last micro-batch could not be reduced"
+            self.is_boundary = False
+            raise
+        finally:
+            self._sum = None
+        self.loss = tally.mean_loss(self._gradients[0].device)
+        self.open = None
+        self.updates += 1
+
+    def _correct(self, tally: Tally) -> None:
+        """One multiply by R / (scale * sum of weights), unless that is known to be 1 or the user scales."""
+        if tally.weighted is None or not (tally.weighted or tally.by_hand):
+            return
+        sums = (self._sum or self.ranks.start_sum(tally.totals())).result()
+        for gradients in self._gradients:
+            if gradients.is_wrapped or self.ranks.chosen:
+                gradients.multiply(correction(self.ranks.size, tally.scale, sums[0]))
+            else:
+                gradients.multiply(correction(1, tally.scale, self.ranks.start_sum(tally.totals(), local=True).result()[0]))
+        if tally.weighted:
+            previous = 1.0 if self._mean_weight is None else self._mean_weight
+            self._mean_weight = torch.where(sums[0] > 0, sums[0] / sums[1], previous)
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def _new_tally(self) -> Tally:
+        steps = check_steps(self.steps(self.updates) if callable(self.steps) else self.steps)
+        self._refuse_optimizer_in_backward(steps)
+        self._remember()
+        return Tally(steps, self._mean_weight)
+
+    def _opened(self) -> Tally:
+        assert self.open is not None  # a block is open, and blocks are entered with a tally
+        return self.open
+
+    def _remember(self) -> None:
+        for gradients in self._gradients:
+            gradients.remember()
+
+    def _check_usable(self, tally: Tally) -> None:
+        if tally.broken:
+            raise WindowError(f"this window is broken: {tally.broken}. Call reset() to drop it, then repeat it.")
+        if not tally.position:
+            return
+        for gradients in self._gradients:
+            if what := gradients.changed():
+                raise WindowError(
+                    f"gradients of {gradients.name} were {what} after micro-batch {tally.position} of {tally.steps}, inside a "
+                    "window. Clear gradients when is_boundary is true only; reset() drops this window."
+                )
+
+    def _refuse_inside(self, call: str) -> None:
+        if self._thread is not None:
+            raise WindowError(f"{call}() inside a step() block: the micro-batch is not complete. Call it after the block.")
+
+    def _refuse_optimizer_in_backward(self, steps: int) -> None:
+        for gradients in self._gradients:
+            refuse_optimizer_in_backward(gradients.named, steps)

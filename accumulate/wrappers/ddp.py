@@ -1,0 +1,192 @@
+"""DistributedDataParallel decides in forward whether backward reduces; this adapter moves the decision into backward.
+
+Required of any mechanism here: forward may run outside the block; the user's flag and his own ``no_sync`` must survive;
+reductions must overlap with backward as DDP's own do; comm hooks, buckets and averages must be DDP's own.
+
+A forward pre-hook switches ``require_backward_grad_sync`` off for the duration of DDP's forward, a forward hook puts it
+back and hangs a tensor hook on each output. When backward reaches one, it arms DDP's reducer as its forward would have,
+unless a micro-batch off the boundary is open.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn.parallel import DistributedDataParallel
+
+from .._errors import AccumulateError, UnsupportedWrapperError
+from .._sync import SyncControl
+from ._outputs import tensors_in
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["DDPControl"]
+
+
+class _TouchEveryParameter(Function):
+    """A backward that hands every parameter of a reducer to it once, whatever ``.grad`` holds by then."""
+
+    @staticmethod
+    def forward(ctx: Any, seed: Tensor, module: DistributedDataParallel, count: int) -> Tensor:
+        ctx.module, ctx.count = module, count
+        return seed.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        reducer = ctx.module.reducer
+        for index in reversed(range(ctx.count)):
+            reducer._autograd_hook(index)
+        if ctx.module.static_graph:
+            reducer._delay_all_reduce()
+        return grads[0], None, None
+
+
+class _Arm:
+    """The tensor hook of one forward: arms the reducer when backward reaches that forward's outputs."""
+
+    __slots__ = ("control", "outputs")
+
+    def __init__(self, control: DDPControl, outputs: list[Tensor]) -> None:
+        self.control = control
+        self.outputs = outputs
+
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        return self.control.backward_reached(self.outputs, grad)
+
+
+@final
+class DDPControl(SyncControl):
+    """DDP: off the boundary nothing is sent, at the boundary DDP's reducer runs as ever."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        super().__init__(module)
+        self.ddp = module
+        self._refuse_options()
+        self._blocks: list[bool] = []
+        self._armed = 0
+        self._task = -1
+        self._flag = True
+        self._deferred = False
+        self._inner_outputs: list[Tensor] = []
+        self.hooks = [
+            module.register_forward_pre_hook(self._before_forward),
+            module.register_forward_hook(self._after_forward, always_call=True),
+        ]
+        if module.find_unused_parameters and not module.static_graph:
+            self.hooks.append(module.module.register_forward_hook(self._after_inner_forward))
+
+    @property
+    def groups(self) -> tuple[ProcessGroup, ...]:
+        return (self.ddp.process_group,)
+
+    def _refuse_options(self) -> None:
+        ddp = self.ddp
+        if getattr(ddp, "_delay_all_reduce_params", None):
+            self._refuse("delay_all_reduce_named_params", "those parameters are reduced whatever no_sync says")
+        if getattr(ddp, "skip_all_reduce_unused_params", False) and self._logged("bucket_sizes").count(",") > 0:
+            self._refuse("skip_all_reduce_unused_params", "with several buckets ranks would skip different ones")
+        if getattr(ddp, "_use_python_reducer", False):
+            self._refuse("the python reducer of compiled autograd", "it has no reducer to steer")
+
+    def _refuse(self, option: str, reason: str) -> None:
+        raise UnsupportedWrapperError(
+            f"DistributedDataParallel with {option} gives wrong gradients under accumulation: {reason}. "
+            "Construct DistributedDataParallel without it."
+        )
+
+    def _logged(self, key: str) -> str:
+        return str(self.ddp._get_ddp_logging_data().get(key, ""))
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, ddp: DistributedDataParallel, args: object) -> None:
+        """Keep DDP from deciding in forward, except for the very first forward of a static graph."""
+        self._flag = ddp.require_backward_grad_sync
+        # torch 2.13: a static graph's first backward must be armed by its forward, or the reducer asserts.
+        self.must_run_backward = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
+        self._deferred = self._flag and not self.must_run_backward
+        if self._deferred:
+            ddp.require_backward_grad_sync = False
+
+    def _after_inner_forward(self, module: object, args: object, output: object) -> None:
+        # What find_unused_parameters searches must be alive when backward comes. DDP puts an identity function behind
+        # these tensors, so a hook on its outputs can hold them without holding itself.
+        self._inner_outputs = [t for t in tensors_in(output) if t.requires_grad]
+
+    def _after_forward(self, ddp: DistributedDataParallel, args: object, output: object) -> None:
+        inner, self._inner_outputs = self._inner_outputs, []
+        if self._deferred:
+            ddp.require_backward_grad_sync = self._flag
+        if not self._flag or not torch.is_grad_enabled():
+            return
+        hook = _Arm(self, inner) if self._deferred else self.count_armed
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(hook)
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def count_armed(self, grad: Tensor) -> Tensor | None:
+        """Backward reached a forward that DDP armed itself."""
+        self.disturbed = True
+        self._armed += 1
+        return torch.zeros_like(grad) if self.drop else None
+
+    def backward_reached(self, outputs: list[Tensor], grad: Tensor) -> Tensor | None:
+        """Arm the reducer, once per backward, unless a micro-batch off the boundary is open."""
+        self.disturbed = True
+        task = torch._C._current_graph_task_id()
+        if task != self._task and False not in self._blocks:
+            self._task = task
+            self._arm(outputs)
+        return torch.zeros_like(grad) if self.drop else None
+
+    def _arm(self, outputs: list[Tensor]) -> None:
+        self.ddp.reducer._rebuild_buckets()  # else a second backward in the first reduced window asserts
+        self.ddp.reducer.prepare_for_backward(outputs)
+        self._armed += 1
+
+    # -- SyncControl --------------------------------------------------------------------------------------------------
+
+    def begin(self, reduce: bool) -> None:
+        if self.ddp._join_config.enable:
+            self._refuse("an enclosing join()", "a rank that joined early loses its open window")
+        self.disturbed = False
+        self._armed = 0
+        self._blocks.append(reduce)
+
+    def end(self) -> None:
+        self._blocks.pop()
+
+    def finish(self) -> bool:
+        if not self._armed:
+            return all(p.grad is None for p in self.ddp.parameters())
+        self.ddp.require_forward_param_sync = True  # buffers are broadcast in the next forward, as after DDP's own
+        try:
+            self.ddp.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            raise AccumulateError(
+                "a DistributedDataParallel parameter got no gradient in the boundary micro-batch, so its bucket was not reduced "
+                "and the ranks' gradients differ. Use find_unused_parameters=True, or let every boundary micro-batch use every "
+                "parameter; then call reset() and repeat the window."
+            ) from error
+        return True
+
+    def flush(self) -> None:
+        self._armed = 0
+        self._arm([])
+        count = int(self._logged("num_parameter_tensors"))
+        with torch.enable_grad():
+            seed = torch.zeros((), device=next(self.ddp.parameters()).device, requires_grad=True)
+            _TouchEveryParameter.apply(seed, self.ddp, count).backward()
+        self.finish()
+
+    def reset(self) -> None:
+        try:
+            self.ddp.reducer._check_reducer_finalized()
+        except RuntimeError:  # a reduction that failed half-way; without this every later forward raises
+            self.ddp.reducer._reset_state()

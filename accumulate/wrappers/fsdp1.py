@@ -1,0 +1,123 @@
+"""FullyShardedDataParallel (FSDP1) decides in backward, from ``_sync_gradients`` of each instance.
+
+Its public ``no_sync()`` walks the module tree at every call; the instances are cached here instead. Only outermost instances
+are controlled: torch accepts ``no_sync()`` on an inner one before the first forward, and the model is ruined.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback, _post_backward_hook
+
+from .._errors import AccumulateError, UnsupportedWrapperError
+from .._sync import SyncControl
+from ._outputs import hook_outputs
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["FSDP1Control"]
+
+
+@final
+class FSDP1Control(SyncControl):
+    """FSDP1: no reduction off the boundary; parameters are resharded as its sharding strategy says."""
+
+    covers_subtree = True
+    must_run_backward = True
+
+    def __init__(self, module: FullyShardedDataParallel) -> None:
+        super().__init__(module)
+        self.fsdp = module
+        self._instances: list[Any] = FullyShardedDataParallel.fsdp_modules(module)
+        self._handles: list[Any] = [m._handle for m in self._instances if m._handle is not None]
+        self._flags: list[list[bool]] = []
+        self._versions: list[int] = []
+        sharded = {handle.uses_sharded_strategy for handle in self._handles}
+        if len(sharded) > 1:
+            raise UnsupportedWrapperError(
+                "FullyShardedDataParallel with NO_SHARD on some units and sharding on others is not supported: "
+                "use one sharding_strategy for the whole model."
+            )
+        self.shard_group = module.process_group if True in sharded else None
+        self.hooks = [module.register_forward_hook(self._after_forward)]
+
+    @property
+    def groups(self) -> tuple[ProcessGroup, ...]:
+        between_nodes = getattr(self.fsdp, "_inter_node_pg", None)  # HYBRID_SHARD only
+        return (self.fsdp.process_group,) if between_nodes is None else (self.fsdp.process_group, between_nodes)
+
+    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        hook_outputs(output, self.backward_reached)
+
+    def backward_reached(self, grad: Tensor) -> Tensor | None:
+        """Backward enters the wrapped module; a dropped micro-batch enters it with zeros."""
+        self.disturbed = True
+        return torch.zeros_like(grad) if self.drop else None
+
+    def begin(self, reduce: bool) -> None:
+        if self._instances[0]._is_root is False:
+            raise UnsupportedWrapperError(
+                "the FullyShardedDataParallel given to Accumulator lies inside another one, which owns its schedule. "
+                "Pass the outermost module."
+            )
+        self.disturbed = False
+        self._flags.append([m._sync_gradients for m in self._instances])
+        if reduce:
+            self._versions = [self._version(handle) for handle in self._handles]
+        else:
+            for module in self._instances:
+                module._sync_gradients = False
+
+    def end(self) -> None:
+        for module, flag in zip(self._instances, self._flags.pop(), strict=True):
+            module._sync_gradients = flag
+        if not self._idle():
+            self.disturbed = True
+
+    def _idle(self) -> bool:
+        """Whether no forward or backward of it was cut short by an exception."""
+        return self.fsdp.training_state == TrainingState.IDLE and all(
+            handle._training_state == HandleTrainingState.IDLE for handle in self._handles
+        )
+
+    @staticmethod
+    def _version(handle: Any) -> int:
+        grad = handle.flat_param.grad
+        return -1 if grad is None else int(grad._version)
+
+    def finish(self) -> bool:
+        if not self._instances[0]._sync_gradients:  # the user's own no_sync() around the block
+            return not any(map(self._unreduced, self._handles))
+        unchanged = zip(self._handles, self._versions, strict=True)
+        stale = any(before >= 0 and self._version(handle) == before for handle, before in unchanged)
+        return not stale and not any(map(self._unreduced, self._handles))
+
+    @staticmethod
+    def _unreduced(handle: Any) -> bool:
+        """Whether ``.grad`` of a sharded handle still has the size of all ranks' parameters."""
+        flat = handle.flat_param
+        return bool(handle.uses_sharded_strategy and flat.grad is not None and flat.grad.size() != flat._local_shard.size())
+
+    def flush(self) -> None:
+        for module in reversed(self._instances):
+            handle = module._handle
+            if handle is not None and handle.flat_param.grad is not None:
+                module.training_state = TrainingState.FORWARD_BACKWARD
+                handle._training_state = HandleTrainingState.BACKWARD_PRE
+                _post_backward_hook(module, handle, handle.flat_param)
+        _post_backward_final_callback(self._instances[0], self.fsdp)
+
+    def reset(self) -> None:
+        if not self._idle():
+            raise AccumulateError(
+                "FullyShardedDataParallel cannot recover from an exception inside its forward or backward (torch has no reset "
+                "for it): build the model again and load the last checkpoint, or move to fully_shard."
+            )
+        for handle in self._handles:
+            handle.flat_param.grad = None

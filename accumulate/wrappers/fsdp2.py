@@ -1,0 +1,123 @@
+"""fully_shard (FSDP2), HSDP and the FSDP-based replicate decide in backward, from flags of each parameter group.
+
+Off the boundary nothing is reduced and parameters stay unsharded after backward, so that the next micro-batch gathers only
+what forward has resharded. torch has setters for these flags and no getters, and hides the sums of a window in its parameter
+groups, so this file reads private attributes (the same ones from torch 2.6 to 2.13); a missing one is an AttributeError at
+construction, never a silent no-op.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+
+from .._errors import UnsupportedWrapperError
+from .._sync import SyncControl
+from ._outputs import hook_outputs
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["FSDP2Control"]
+
+
+def _state(module: nn.Module) -> Any:
+    return module._get_fsdp_state()  # type: ignore[operator]  # FSDPModule's; the caller has checked the class
+
+
+def _param_groups(module: nn.Module) -> list[Any]:
+    """The parameter groups at and below ``module``, in the order of its modules."""
+    groups: dict[int, Any] = {}
+    for child in module.modules():
+        if hasattr(type(child), "_get_fsdp_state"):
+            state = _state(child)
+            # torch 2.13 allows several groups for one module; earlier versions have one or none.
+            several = getattr(state, "_fsdp_param_groups", None)
+            for group in [state._fsdp_param_group] if several is None else several:
+                if group is not None:
+                    groups[id(group)] = group
+    return list(groups.values())
+
+
+@final
+class FSDP2Control(SyncControl):
+    """FSDP2: no reduction off the boundary, parameters kept unsharded after such a backward."""
+
+    covers_subtree = True
+    must_run_backward = True
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._param_groups = _param_groups(module)
+        self._flags: list[list[tuple[bool, bool, bool]]] = []
+        for group in self._param_groups:
+            group.reshard()  # so that the module shows the sharded parameters, the ones that optimizers update
+        self.hooks = [module.register_forward_hook(self._after_forward)]
+
+    @property
+    def groups(self) -> tuple[ProcessGroup, ...]:
+        info = self._param_groups[0].mesh_info
+        names = ("shard_process_group", "replicate_process_group")
+        return tuple(getattr(info, name) for name in names if hasattr(info, name))
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]  # FSDP2's own hooks break the graph here as well
+    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        hook_outputs(output, self.backward_reached)
+
+    def backward_reached(self, grad: Tensor) -> Tensor | None:
+        """Backward enters the wrapped module; a dropped micro-batch enters it with zeros."""
+        self.disturbed = True
+        return torch.zeros_like(grad) if self.drop else None
+
+    def begin(self, reduce: bool) -> None:
+        if _state(self.module)._is_root is False:
+            raise UnsupportedWrapperError(
+                f"the {type(self.module).__name__} given to Accumulator lies inside another fully_shard module. "
+                "Pass the outermost module: the reduction is decided there for all of it."
+            )
+        self.disturbed = False
+        groups = [] if reduce else self._param_groups
+        self._flags.append([(g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward) for g in groups])
+        for group in groups:
+            group.reduce_grads = group.all_reduce_grads = group.reshard_after_backward = False
+
+    def end(self) -> None:
+        flags = self._flags.pop()
+        for group, (reduce, all_reduce, reshard) in zip(self._param_groups, flags, strict=False):
+            group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward = reduce, all_reduce, reshard
+        state = _state(self.module)
+        if state._state_ctx.iter_forward_root is not None or state._training_state.name != "IDLE":
+            self.disturbed = True  # an exception in the middle of forward
+
+    def finish(self) -> bool:
+        for group in self._param_groups:
+            group.reshard()  # parameters left unsharded would miss the optimizer's update, silently
+        return not any(self._hidden(param) for group in self._param_groups for param in group.fsdp_params)
+
+    @staticmethod
+    def _hidden(param: Any) -> bool:
+        """Whether a sum is waiting where ``.grad`` of the registered parameter does not show it."""
+        unsharded = getattr(param, "_unsharded_param", None)
+        waiting = unsharded is not None and unsharded.grad is not None
+        return waiting or param.unsharded_accumulated_grad is not None
+
+    def flush(self) -> None:
+        # What torch's own pipeline schedules do at the end of a step.
+        for group in reversed(self._param_groups):
+            group.post_backward()
+        _state(self.module)._root_post_backward_final_callback()
+        self.finish()
+
+    def reset(self) -> None:
+        for group in self._param_groups:
+            group._partial_reduce_output = None
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if (unsharded := getattr(param, "_unsharded_param", None)) is not None:
+                    unsharded.grad = None
+        if hasattr(self.module, "reset_iter_state"):  # torch 2.13
+            self.module.reset_iter_state()
+        for group in self._param_groups:
+            group.reshard()
