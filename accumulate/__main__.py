@@ -39,6 +39,14 @@ exit status: 0 done, 1 a rank failed, 2 bad arguments, 130 interrupted
 """
 
 
+class _Terminated(BaseException):
+    """SIGTERM arrived; ``status`` is the exit status that says so."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     parser, bench = _parsers()
@@ -214,6 +222,8 @@ def _bench(parsed: argparse.Namespace, bench: argparse.ArgumentParser) -> int:
         return _fail(f"{error}\nAll ranks were stopped.", 1)
     except KeyboardInterrupt:
         return _fail("interrupted; all ranks were stopped.", 130)
+    except _Terminated as ended:
+        return _fail("terminated; all ranks were stopped.", ended.status)
     except OSError as error:
         return _fail(str(error), 1)
     return 0
@@ -234,7 +244,7 @@ def _write(result: Result, parsed: argparse.Namespace) -> None:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)  # as an exception, so that the ranks are stopped on the way out
+    raise _Terminated(128 + number)  # an exception, so that the ranks are stopped on the way out
 
 
 def _fail(message: str, status: int) -> int:

@@ -44,8 +44,8 @@ def notes(result: Result) -> Iterator[str]:
     yield "Efficiency: rate against 1 process in the same round, the other ranks idle; median of the rounds."
     if result.options.device == "cpu":
         ceiling = result.cell(SILENT, last).efficiency
-        yield "1 process has its neighbours' caches, memory bandwidth and clock to itself. Processes that reduce"
-        yield f"  nothing share them: {ranks} reach {ceiling:.0%} at {last} steps, the ceiling on these cores."
+        yield "1 process has the caches, memory and clock of idle neighbours to itself. Processes that reduce"
+        yield f"  nothing share these: {ranks} reach {ceiling:.0%} at {last} steps, the ceiling here."
     yield "Bytes are counted, in a separate window: what each process hands to reductions (and all-gathers)."
     before, after = result.facts.loss, result.final_loss
     yield f"Loss of the model the ranks trained: {before:.3f} before, {after:.3f} after (nats per token)."
