@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 
 import torch
@@ -11,19 +11,18 @@ from torch import Tensor
 __all__ = ["hook_outputs", "tensors_in"]
 
 
-def tensors_in(output: object) -> Iterator[Tensor]:
+def tensors_in(output: object) -> list[Tensor]:
     """Every tensor of a module's output: nested tuples, lists, mappings and dataclasses, as DDP looks for them."""
     if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (list, tuple)):
-        for item in output:
-            yield from tensors_in(item)
+        return [output]
+    items: Iterable[object] = ()
+    if isinstance(output, (list, tuple)):
+        items = output
     elif isinstance(output, Mapping):
-        for item in output.values():
-            yield from tensors_in(item)
+        items = output.values()
     elif is_dataclass(output) and not isinstance(output, type):
-        for field in fields(output):
-            yield from tensors_in(getattr(output, field.name))
+        items = [getattr(output, field.name) for field in fields(output)]
+    return [tensor for item in items for tensor in tensors_in(item)]
 
 
 def hook_outputs(output: object, hook: Callable[[Tensor], Tensor | None]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,21 +27,22 @@ if TYPE_CHECKING:
 __all__ = ["DDPControl"]
 
 
-class _TouchEveryParameter(Function):
-    """A backward that hands every parameter of a reducer to it once, whatever ``.grad`` holds by then."""
+class _Reduce(Function):
+    """A backward that hands gradients to a DDP module's reducer by parameter index, as autograd's hooks would."""
 
     @staticmethod
-    def forward(ctx: Any, seed: Tensor, module: DistributedDataParallel, count: int) -> Tensor:
-        ctx.module, ctx.count = module, count
+    def forward(ctx: Any, seed: Tensor, module: DistributedDataParallel, indices: list[int]) -> Tensor:
+        ctx.module, ctx.indices = module, indices
         return seed.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         reducer = ctx.module.reducer
-        for index in reversed(range(ctx.count)):
-            reducer._autograd_hook(index)
         if ctx.module.static_graph:
             reducer._delay_all_reduce()
+        else:
+            for index in reversed(ctx.indices):
+                reducer._autograd_hook(index)
         return grads[0], None, None
 
 
@@ -177,13 +178,30 @@ class DDPControl(SyncControl):
         return True
 
     def flush(self) -> None:
-        self._armed = 0
-        self._arm([])
-        count = int(self._logged("num_parameter_tensors"))
+        params = self._reduced_parameters()
+        outputs: list[Tensor] = []
         with torch.enable_grad():
-            seed = torch.zeros((), device=next(self.ddp.parameters()).device, requires_grad=True)
-            _TouchEveryParameter.apply(seed, self.ddp, count).backward()
+            if self.ddp.find_unused_parameters and not self.ddp.static_graph:
+                # What these aliases do not reach counts as unused: the reducer marks it ready itself, and only once.
+                outputs = [p.view_as(p) for p in params]
+                indices = [i for i, p in enumerate(params) if p.requires_grad]
+            else:
+                indices = list(range(len(params)))
+            self._armed = 0
+            self._arm(outputs)
+            seed = torch.zeros((), device=params[0].device, requires_grad=True)
+            _Reduce.apply(seed, self.ddp, indices).backward()
         self.finish()
+
+    def _reduced_parameters(self) -> list[nn.Parameter]:
+        """The reducer's parameters in its own order."""
+        params: list[nn.Parameter] = self.ddp._build_params_for_reducer()[0]
+        if len(params) == int(self._logged("num_parameter_tensors")):
+            return params
+        # Some were frozen since DDP was constructed; this costs a gradient-sized allocation for a moment.
+        buckets = self.ddp.reducer._get_zeros_like_grad_buckets()
+        known = {id(p) for bucket in buckets for p in bucket.parameters()}
+        return [p for p in self.ddp.module.parameters() if id(p) in known]
 
     def reset(self) -> None:
         try:

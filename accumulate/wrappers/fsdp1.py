@@ -92,17 +92,17 @@ class FSDP1Control(SyncControl):
         return -1 if grad is None else int(grad._version)
 
     def finish(self) -> bool:
-        if not self._instances[0]._sync_gradients:  # the user's own no_sync() around the block
-            return not any(map(self._unreduced, self._handles))
-        unchanged = zip(self._handles, self._versions, strict=True)
-        stale = any(before >= 0 and self._version(handle) == before for handle, before in unchanged)
-        return not stale and not any(map(self._unreduced, self._handles))
+        handles = zip(self._handles, self._versions, strict=True)
+        return all(self._reduced(handle, version) for handle, version in handles)
 
-    @staticmethod
-    def _unreduced(handle: Any) -> bool:
-        """Whether ``.grad`` of a sharded handle still has the size of all ranks' parameters."""
+    def _reduced(self, handle: Any, version_before: int) -> bool:
+        """Whether a unit holds no local sum: by the size of its gradient or, if NO_SHARD keeps that, by its version."""
         flat = handle.flat_param
-        return bool(handle.uses_sharded_strategy and flat.grad is not None and flat.grad.size() != flat._local_shard.size())
+        if flat.grad is None:
+            return True
+        if handle.uses_sharded_strategy:
+            return bool(flat.grad.size() == flat._local_shard.size())
+        return bool(self._instances[0]._sync_gradients and flat.grad._version != version_before)
 
     def flush(self) -> None:
         for module in reversed(self._instances):
