@@ -124,8 +124,10 @@ class Accumulator:
         ``Tensor.backward``. Raises ``ValueError``/``TypeError`` for a loss or weight that cannot be one,
         :class:`WindowError` outside a block or if weighted and unweighted losses meet in one window.
         """
-        scaled = self.scale(loss, weight, reduction)
-        if self._windows.runs_backward(arguments.is_zero(weight)):
+        arguments.check_loss(loss)
+        weight = arguments.check_weight(weight, reduction)
+        scaled = self._windows.term(loss, weight, reduction)
+        if self._windows.runs_backward(weight):
             scaled.backward(**kwargs)
 
     def scale(self, loss: Tensor, weight: float | Tensor | None = None, reduction: str = "mean") -> Tensor:
@@ -226,7 +228,8 @@ class Accumulator:
 
         None before the first window, or if the user scales; 0 for a window of total weight 0.
         """
-        return self._windows.loss
+        closed = self._windows.closed
+        return None if closed is None else closed.mean_loss(self._gradients[0].device)
 
     @property
     def grad_norm(self) -> Tensor | None:

@@ -29,10 +29,10 @@ class Tally:
         """The losses of the micro-batch that is under way."""
         self._mean_weight = mean_weight
         self._weight: float | Tensor = 0.0
-        self._loss: float | Tensor = 0.0
+        self._losses: list[Tensor] = []
         self._counted_terms = 0
         self._micro_weight: float | Tensor | None = None
-        self._micro_loss: float | Tensor = 0.0
+        self._micro_losses: list[Tensor] = []
 
     def term(self, loss: Tensor, weight: float | Tensor | None, reduction: str) -> Tensor:
         """``loss`` scaled as a term of the micro-batch that is under way, which is now tallied."""
@@ -50,7 +50,7 @@ class Tally:
         self.terms += 1
         scaled = scaled_loss(loss, self.scale, weight, reduction)
         if not is_zero(weight):
-            self._micro_loss = self._micro_loss + scaled.detach()
+            self._micro_losses.append(scaled.detach())
         return scaled
 
     def begin_terms(self, weighted: bool) -> None:
@@ -74,7 +74,7 @@ class Tally:
         """Count the micro-batch that just ended."""
         self.by_hand = self.by_hand or by_hand
         self._weight = self._weight_with_micro()
-        self._loss = self._loss + self._micro_loss
+        self._losses += self._micro_losses
         self._counted_terms += self.terms
         self.position += 1
         self._forget_micro()
@@ -86,19 +86,19 @@ class Tally:
             self.weighted, self.scale = None, 1.0 / self.steps
 
     def _forget_micro(self) -> None:
-        self.terms, self._micro_weight, self._micro_loss = 0, None, 0.0
+        self.terms, self._micro_weight, self._micro_losses = 0, None, []
 
     def mean_loss(self, device: torch.device) -> Tensor | None:
-        """This rank's weighted mean loss, from sums that hold the scale already; None if the user scales."""
+        """This rank's weighted mean loss, from terms that hold the scale already; None if the user scales."""
         if self.weighted is None:
             return None
-        scaled_weight = self.scale * (self._weight if self.weighted else float(self.position))
-        if not isinstance(self._loss, Tensor):  # every micro-batch was dropped
+        if not self._losses:  # every micro-batch was dropped
             return torch.zeros((), device=device)
+        total = torch.stack([loss.reshape(()) for loss in self._losses]).sum()
+        scaled_weight = self.scale * (self._weight if self.weighted else float(self.position))
         if isinstance(scaled_weight, Tensor):
-            mean = torch.where(scaled_weight > 0, self._loss / scaled_weight, torch.zeros_like(scaled_weight))
-            return mean.to(self._loss.dtype)
-        return self._loss / scaled_weight if scaled_weight else torch.zeros_like(self._loss)
+            return torch.where(scaled_weight > 0, total / scaled_weight, torch.zeros_like(scaled_weight)).to(total.dtype)
+        return total / scaled_weight if scaled_weight else torch.zeros_like(total)
 
 
 def _agree(first: float | Tensor | None, second: float | Tensor | None) -> bool:

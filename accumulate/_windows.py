@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ._arguments import check_steps, refuse_optimizer_in_backward
+from ._arguments import check_steps, is_zero, refuse_optimizer_in_backward
 from ._errors import AccumulateError, WindowError
 from ._gradients import Gradients
 from ._ranks import Ranks, Sum
@@ -35,8 +35,9 @@ class Windows:
         self.updates = 0
         self.is_boundary = False
         self.is_closed = False
-        self.loss: Tensor | None = None
         self.open: Tally | None = None
+        self.closed: Tally | None = None
+        """The last window that was closed, for reports."""
         self._controls = [control for _, control in found]
         self._found = found
         self._gradients = gradients
@@ -116,9 +117,9 @@ class Windows:
             self._sum = self.ranks.start_sum(tally.totals())  # before backward, which it then overlaps with
         return scaled
 
-    def runs_backward(self, dropped: bool) -> bool:
+    def runs_backward(self, weight: float | Tensor | None) -> bool:
         """Whether the loss just scaled needs its backward; a dropped one only where backward has collectives."""
-        if dropped:
+        if is_zero(weight):
             if not any(control.must_run_backward for control in self._controls):
                 self._dropped = True
                 return False
@@ -201,8 +202,7 @@ class Windows:
             raise
         finally:
             self._sum = None
-        self.loss = tally.mean_loss(self._gradients[0].device)
-        self.open = None
+        self.open, self.closed = None, tally
         self.updates += 1
 
     def _correct(self, tally: Tally) -> None:

@@ -10,6 +10,7 @@ unless a micro-batch off the boundary is open.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -22,6 +23,8 @@ from .._sync import SyncControl
 from ._outputs import tensors_in
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed import ProcessGroup
 
 __all__ = ["DDPControl"]
@@ -49,13 +52,15 @@ class _Reduce(Function):
 class _Arm:
     """The tensor hook of one forward: arms the reducer when backward reaches that forward's outputs."""
 
-    __slots__ = ("control", "outputs")
+    __slots__ = ("blocks_left", "control", "outputs")
 
     def __init__(self, control: DDPControl, outputs: list[Tensor]) -> None:
         self.control = control
-        self.outputs = outputs
+        self.outputs: list[Tensor] | None = outputs
+        self.blocks_left = 2
 
     def __call__(self, grad: Tensor) -> Tensor | None:
+        self.blocks_left = 0
         return self.control.backward_reached(self.outputs, grad)
 
 
@@ -73,6 +78,9 @@ class DDPControl(SyncControl):
         self._flag = True
         self._deferred = False
         self._inner_outputs: list[Tensor] = []
+        self._cycles: list[_Arm] = []
+        self._hook = partial(self.backward_reached, [])
+        self._attributes = vars(module)  # nn.Module.__setattr__ takes 3 us
         self.hooks = [
             module.register_forward_pre_hook(self._before_forward),
             module.register_forward_hook(self._after_forward, always_call=True),
@@ -111,7 +119,7 @@ class DDPControl(SyncControl):
         self.must_run_backward = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
         self._deferred = self._flag and not self.must_run_backward
         if self._deferred:
-            ddp.require_backward_grad_sync = False
+            self._attributes["require_backward_grad_sync"] = False
 
     def _after_inner_forward(self, module: object, args: object, output: object) -> None:
         # What find_unused_parameters searches must be alive when backward comes. DDP puts an identity function behind
@@ -121,13 +129,21 @@ class DDPControl(SyncControl):
     def _after_forward(self, ddp: DistributedDataParallel, args: object, output: object) -> None:
         inner, self._inner_outputs = self._inner_outputs, []
         if self._deferred:
-            ddp.require_backward_grad_sync = self._flag
+            self._attributes["require_backward_grad_sync"] = self._flag
         if not self._flag or not torch.is_grad_enabled():
             return
-        hook = _Arm(self, inner) if self._deferred else self.count_armed
-        for tensor in tensors_in(output):
+        hook: Callable[[Tensor], Tensor | None] = self._hook
+        if not self._deferred:
+            hook = self.count_armed
+        elif inner:
+            hook = _Arm(self, inner)
+        for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(hook)
+                if isinstance(hook, _Arm) and any(tensor is held for held in inner):
+                    # DDP's identity does not look into dataclasses: this hook holds the tensor it hangs on. The garbage
+                    # collector cannot see such a cycle, so ``end`` breaks it.
+                    self._cycles.append(hook)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -137,12 +153,17 @@ class DDPControl(SyncControl):
         self._armed += 1
         return torch.zeros_like(grad) if self.drop else None
 
-    def backward_reached(self, outputs: list[Tensor], grad: Tensor) -> Tensor | None:
+    def backward_reached(self, outputs: list[Tensor] | None, grad: Tensor) -> Tensor | None:
         """Arm the reducer, once per backward, unless a micro-batch off the boundary is open."""
         self.disturbed = True
         task = torch._C._current_graph_task_id()
         if task != self._task and False not in self._blocks:
             self._task = task
+            if outputs is None:
+                raise AccumulateError(
+                    "with find_unused_parameters=True and a dataclass as output, backward must come at most one step() block "
+                    "after its forward. Return a tuple or a dict, or run backward earlier."
+                )
             self._arm(outputs)
         return torch.zeros_like(grad) if self.drop else None
 
@@ -162,11 +183,16 @@ class DDPControl(SyncControl):
 
     def end(self) -> None:
         self._blocks.pop()
+        for arm in self._cycles:
+            if arm.blocks_left == 0:
+                arm.outputs = None
+            arm.blocks_left = max(0, arm.blocks_left - 1)
+        self._cycles = [arm for arm in self._cycles if arm.outputs is not None]
 
     def finish(self) -> bool:
         if not self._armed:
             return all(p.grad is None for p in self.ddp.parameters())
-        self.ddp.require_forward_param_sync = True  # buffers are broadcast in the next forward, as after DDP's own
+        self._attributes["require_forward_param_sync"] = True  # buffers are broadcast in the next forward, as after DDP's own
         try:
             self.ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:

@@ -88,8 +88,10 @@ class FSDP1Control(SyncControl):
 
     @staticmethod
     def _version(handle: Any) -> int:
-        grad = handle.flat_param.grad
-        return -1 if grad is None else int(grad._version)
+        flat = handle.flat_param
+        # zero_grad() clears the original parameters; FSDP1 clears the flat gradient behind them only in the next forward.
+        cleared = handle._use_orig_params and all(p is None or p.grad is None for p in flat._params)
+        return -1 if flat.grad is None or cleared else int(flat.grad._version)
 
     def finish(self) -> bool:
         handles = zip(self._handles, self._versions, strict=True)
