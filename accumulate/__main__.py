@@ -12,9 +12,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import torch
+
+from accumulate.bench import data, plot, progress
+from accumulate.bench.cores import cores
+from accumulate.bench.plan import Options
+from accumulate.bench.ranks import RankError
+
 if TYPE_CHECKING:
     from accumulate.bench.measure import Result
-    from accumulate.bench.plan import Options
 
 ABOUT = """\
 Does gradient accumulation keep your processes busy? Measured on this machine, on real data.
@@ -161,9 +167,6 @@ def _seconds(text: str) -> float:
 
 def _options(parsed: argparse.Namespace, bench: argparse.ArgumentParser) -> Options:
     """What argparse cannot check alone: settings against each other and against the machine."""
-    from accumulate.bench import data, plot
-    from accumulate.bench.plan import Options
-
     if parsed.width % parsed.heads:
         bench.error(f"--width {parsed.width} is not a multiple of --heads {parsed.heads}")
     if parsed.plot and (problem := plot.missing()):
@@ -191,10 +194,6 @@ def _options(parsed: argparse.Namespace, bench: argparse.ArgumentParser) -> Opti
 
 
 def _place(parsed: argparse.Namespace, bench: argparse.ArgumentParser) -> tuple[str, int]:
-    import torch
-
-    from accumulate.bench.cores import cores
-
     if not torch.distributed.is_available():
         bench.error("this build of torch has no torch.distributed, so there are no ranks to compare")
     gpus = torch.cuda.device_count() if torch.distributed.is_nccl_available() else 0
@@ -207,30 +206,32 @@ def _place(parsed: argparse.Namespace, bench: argparse.ArgumentParser) -> tuple[
 
 
 def _bench(parsed: argparse.Namespace, bench: argparse.ArgumentParser) -> int:
-    options = _options(parsed, bench)
-
-    from accumulate.bench import progress
-    from accumulate.bench.measure import run
-    from accumulate.bench.ranks import RankError
-
+    """Run it, and turn every way in which it can end early into one message and an exit status."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        with progress.shown(options) as show:
-            result = run(options, show)
-        _write(result, parsed)
-    except RankError as error:
-        return _fail(f"{error}\nAll ranks were stopped.", 1)
+        _measure(_options(parsed, bench), parsed)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would only spoil the exit
         return _fail("interrupted; all ranks were stopped.", 130)
     except _Terminated as ended:
         return _fail("terminated; all ranks were stopped.", ended.status)
+    except RankError as error:
+        return _fail(f"{error}\nAll ranks were stopped.", 1)
     except OSError as error:
         return _fail(str(error), 1)
     return 0
 
 
+def _measure(options: Options, parsed: argparse.Namespace) -> None:
+    from accumulate.bench.measure import run  # not at the top: it imports FSDP, a second that --help can save
+
+    with progress.shown(options) as show:
+        result = run(options, show)
+    _write(result, parsed)
+
+
 def _write(result: Result, parsed: argparse.Namespace) -> None:
-    from accumulate.bench import plot, report
+    from accumulate.bench import report
 
     print(report.table(result), file=sys.stderr if parsed.json == "-" else sys.stdout, flush=True)
     if parsed.json:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from typing import TYPE_CHECKING
 
-from accumulate.bench.measure import Result
 from accumulate.bench.plan import REDUCING, SILENT
+
+if TYPE_CHECKING:
+    from accumulate.bench.measure import Result
 
 INSTALL = "pip install 'torch-accumulate[bench]'"
 

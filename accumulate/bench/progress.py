@@ -6,19 +6,18 @@ import importlib
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accumulate.bench.measure import Cell
-from accumulate.bench.plan import Options
-
-Show = Callable[[int, int, Cell], None]
+if TYPE_CHECKING:
+    from accumulate.bench.measure import Cell, Report
+    from accumulate.bench.plan import Options
 
 
 @contextmanager
-def shown(options: Options) -> Iterator[Show]:
+def shown(options: Options) -> Iterator[Report]:
     """Yields the function that ``measure.run`` calls after each sample."""
     if sys.stderr.isatty() and importlib.util.find_spec("rich"):
         with _bar(options) as show:
@@ -27,7 +26,7 @@ def shown(options: Options) -> Iterator[Show]:
         yield _lines(options)
 
 
-def _lines(options: Options) -> Show:
+def _lines(options: Options) -> Report:
     start, done = time.monotonic(), list[str]()
     say = partial(print, file=sys.stderr, flush=True)
     per_step = [steps for _, steps in options.cells()]
@@ -44,7 +43,7 @@ def _lines(options: Options) -> Show:
 
 
 @contextmanager
-def _bar(options: Options) -> Iterator[Show]:
+def _bar(options: Options) -> Iterator[Report]:
     console: Any = importlib.import_module("rich.console").Console(stderr=True)
     module = importlib.import_module("rich.progress")
     columns = (

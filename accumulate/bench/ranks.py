@@ -12,7 +12,8 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -40,14 +41,11 @@ class Ranks(Generic[Setting]):
         self._folder = tempfile.TemporaryDirectory(prefix="accumulate-bench-", ignore_cleanup_errors=True)
 
     def __enter__(self) -> Ranks[Setting]:
-        # A child inherits an ignored Ctrl-C. The parent alone answers it: one message, not N tracebacks.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            for rank in range(self._size):
-                self._start(rank)
-        finally:
-            signal.signal(signal.SIGINT, before)
-        try:
+            # A child inherits an ignored Ctrl-C. The parent alone answers it: one message, not N tracebacks.
+            with _ignoring(signal.SIGINT):
+                for rank in range(self._size):
+                    self._start(rank)
             self._collect(range(self._size), "starting")
         except BaseException:
             self._stop()
@@ -117,29 +115,39 @@ class Ranks(Generic[Setting]):
         for rank, process in enumerate(self._processes):
             code = process.exitcode
             if code is not None and (code < 0 or failure is None):
-                how = (
-                    f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-                )
-                return RankError(
-                    f"rank {rank} (process {process.pid}) {how} while {doing}{self._last_words(rank)}"
-                )
+                how = _how_it_ended(code)
+                return RankError(f"rank {rank} (process {process.pid}) {how} while {doing}{self._log(rank)}")
         return RankError(failure or f"a rank closed its pipe while {doing}")
 
-    def _last_words(self, rank: int) -> str:
+    def _log(self, rank: int) -> str:
         log = Path(self._folder.name, f"rank{rank}.log")
         lines = log.read_text(errors="replace").splitlines()[-5:] if log.exists() else []
         return "".join(f"\n  {line}" for line in lines)
 
     def _stop(self) -> None:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave ranks behind
-        try:
+        with _ignoring(signal.SIGINT, signal.SIGTERM):  # a second Ctrl-C must not leave ranks behind
             for process in self._processes:
                 process.kill()  # a rank has nothing to save
             for process in self._processes:
                 process.join()
             self._folder.cleanup()
-        finally:
-            signal.signal(signal.SIGINT, before)
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    hint = " (the system does that when memory runs out)" if -code == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}"
+
+
+@contextmanager
+def _ignoring(*signals: signal.Signals) -> Iterator[None]:
+    before = [(number, signal.signal(number, signal.SIG_IGN)) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 def _serve(build: Build[Setting], setting: Setting, rank: int, folder: Path, pipe: Connection) -> None:
