@@ -1,8 +1,10 @@
-"""Gradient accumulation for hand-written PyTorch loops: N micro-batches, one exact gradient, one reduction."""
+"""Gradient accumulation for hand-written PyTorch loops: N micro-batches, one exact gradient, one
+reduction."""
 
 from ._accumulator import Accumulator
+from ._contexts import no_sync
 from ._errors import AccumulateError, UnsupportedWrapperError, WindowError
-from ._sync import SyncControl, no_sync, register
+from ._sync import SyncControl, register
 
 __version__ = "0.1.0"
 

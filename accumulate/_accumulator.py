@@ -1,23 +1,23 @@
-"""The public class: what users call, in the order in which a loop calls it. It knows no wrapper by its name."""
+"""The public class: what users call, in the order in which a loop calls it. It knows no wrapper by name."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, distributed as dist, nn
+from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
 from . import _arguments as arguments
-from ._errors import AccumulateError
+from ._contexts import Block
 from ._gradients import Gradients, total_norm
-from ._ranks import Ranks
+from ._ranks import Ranks, what_stays_local
 from ._sync import find, release
+from ._typing import BackwardOptions, Optimizer, Steppable
 from ._windows import Windows
 
 if TYPE_CHECKING:
@@ -26,46 +26,17 @@ if TYPE_CHECKING:
 __all__ = ["Accumulator"]
 
 
-class _Steppable(Protocol):
-    def step(self) -> object: ...
-
-
-class _Optimizer(_Steppable, Protocol):
-    def zero_grad(self) -> object: ...
-
-
-class _BackwardOptions(TypedDict, total=False):
-    retain_graph: bool | None
-    create_graph: bool
-    inputs: Sequence[Tensor]
-
-
-class _Block:
-    """The context of one micro-batch; a class, because a generator-based one costs ten times as much to enter."""
-
-    __slots__ = ("_boundary", "_windows")
-
-    def __init__(self, windows: Windows, boundary: bool | None) -> None:
-        self._windows = windows
-        self._boundary = boundary
-
-    def __enter__(self) -> None:
-        self._windows.enter(self._boundary)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._windows.leave(failed=kind is not None)
-
-
 class Accumulator:
     """N micro-batches give one exact gradient and one reduction, in any loop and under any wrapper.
 
-    ``model`` is a module or several; ``steps`` the micro-batches of one window: an int >= 1, or a callable of the update
-    index, read once when a window opens. ``policy`` says what sharded wrappers keep between micro-batches ("balanced" is
-    the only one so far). ``group`` overrules the ranks over which weights are summed (default: those that the wrapper
-    averages over). Construct it on every rank, once the model is wrapped and its weights are loaded.
+    ``model`` is a module or several; ``steps`` the micro-batches of one window: an int >= 1, or a callable of
+    the update index, read once when a window opens. ``policy`` says what sharded wrappers keep between
+    micro-batches ("balanced" is the only one so far). ``group`` overrules the ranks over which weights are
+    summed (default: those that the wrapper averages over). Construct it on every rank, once the model is
+    wrapped and its weights are loaded.
 
-    Raises ``TypeError`` or ``ValueError`` for a wrong argument, :class:`UnsupportedWrapperError` for a wrapper that cannot
-    be steered, :class:`AccumulateError` if ranks disagree.
+    Raises ``TypeError`` or ``ValueError`` for a wrong argument, :class:`UnsupportedWrapperError` for a
+    wrapper that cannot be steered, :class:`AccumulateError` if ranks disagree.
     """
 
     def __init__(
@@ -93,63 +64,68 @@ class Accumulator:
             raise
         self._gradients = gradients
         self._grad_norm: Tensor | None = None
-        if not self._found and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            warnings.warn(
-                "torch.distributed is initialised but no wrapper was found in the model: gradients and sums stay on this rank. "
-                "Pass the wrapped model (DistributedDataParallel, fully_shard, ...) if ranks share the work.",
-                stacklevel=2,
-            )
+        if warning := what_stays_local(models.values(), self._found):
+            warnings.warn(warning, stacklevel=2)
 
     # -- one micro-batch ----------------------------------------------------------------------------------------------
 
-    def step(self, boundary: bool | None = None) -> _Block:
+    def step(self, boundary: bool | None = None) -> Block:
         """The context of one micro-batch: forward and backward, or only backward, go inside.
 
-        The micro-batch that fills the window reduces; ``boundary=True`` or ``False`` overrules the count (then all ranks
-        must do so alike). A block left by an exception is not counted; if backward had started, the window is broken until
-        ``reset()``. Raises :class:`WindowError` on entry if a block is open already, if the window is broken, or if
-        gradients were cleared or changed since the last block; :class:`AccumulateError` on leaving a boundary if a wrapper
-        did not reduce.
+        The micro-batch that fills the window reduces; ``boundary=True`` or ``False`` overrules the count
+        (then all ranks must do so alike). A block left by an exception is not counted; if backward had
+        started, the window is broken until ``reset()``. Raises :class:`WindowError` on entry if a block is
+        open already, if the window is broken, or if gradients were cleared or changed since the last block;
+        :class:`AccumulateError` on leaving a boundary if a wrapper did not reduce.
         """
-        return _Block(self._windows, arguments.check_boundary(boundary))
+        return Block(self._windows, arguments.check_boundary(boundary))
 
     def backward(
-        self, loss: Tensor, weight: float | Tensor | None = None, reduction: str = "mean", **kwargs: Unpack[_BackwardOptions]
+        self,
+        loss: Tensor,
+        weight: float | Tensor | None = None,
+        reduction: str = "mean",
+        **kwargs: Unpack[BackwardOptions],
     ) -> None:
         """Add this loss to the window: scale it, then run its backward. The user's tensor is not changed.
 
-        ``loss`` is a scalar: a mean over ``weight`` items, or with ``reduction="sum"`` their sum. ``weight`` is a number or
-        a 0-dim tensor on any device (never read on the host); without it, a micro-batch counts 1. ``weight=0`` as a number
-        drops the micro-batch, whatever its loss is: this rank still takes part in every collective. ``kwargs`` go to
-        ``Tensor.backward``. Raises ``ValueError``/``TypeError`` for a loss or weight that cannot be one,
-        :class:`WindowError` outside a block or if weighted and unweighted losses meet in one window.
+        ``loss`` is a scalar: a mean over ``weight`` items, or with ``reduction="sum"`` their sum. ``weight``
+        is a number or a 0-dim tensor on any device (never read on the host); without it, a micro-batch counts
+        1. ``weight=0`` as a number drops the micro-batch, whatever its loss is: this rank still takes part in
+        every collective. ``kwargs`` go to ``Tensor.backward``. Raises ``ValueError``/``TypeError`` for a loss
+        or weight that cannot be one, :class:`WindowError` outside a block or if weighted and unweighted
+        losses meet in one window.
         """
         arguments.check_loss(loss)
         weight = arguments.check_weight(weight, reduction)
         scaled = self._windows.term(loss, weight, reduction)
         if self._windows.runs_backward(weight):
-            scaled.backward(**kwargs)
+            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no annotations here
 
     def scale(self, loss: Tensor, weight: float | Tensor | None = None, reduction: str = "mean") -> Tensor:
-        """The loss as :meth:`backward` would run it, for code that has its own backward call; counts it once."""
+        """The loss as :meth:`backward` would run it, for code that has its own backward call; counts it
+        once."""
         arguments.check_loss(loss)
         return self._windows.term(loss, arguments.check_weight(weight, reduction), reduction)
 
     # -- the window ---------------------------------------------------------------------------------------------------
 
     def flush(self) -> bool:
-        """Close a short window now, reduced and exactly weighted; True if there was one (``is_boundary`` is then true).
+        """Close a short window now, reduced and exactly weighted; True if there was one (``is_boundary`` is
+        then true).
 
-        A collective: call it on every rank, for instance after the loop of an epoch. A rank whose window is empty takes
-        part where its wrapper can (DDP). Reads one small vector on the host. Raises :class:`WindowError` inside a block.
+        A collective: call it on every rank, for instance after the loop of an epoch. A rank whose window is
+        empty takes part where its wrapper can (DDP). Reads one small vector on the host. Raises
+        :class:`WindowError` inside a block.
         """
         return self._windows.flush()
 
     def reset(self) -> None:
         """Drop an open window: its count, its weights and its gradients, sums that FSDP2 hides included.
 
-        Call it on every rank. The only way on after an exception has broken a window. Raises :class:`WindowError` inside a
-        block, :class:`AccumulateError` for an FSDP1 model that an exception has left unusable.
+        Call it on every rank. The only way on after an exception has broken a window. Raises
+        :class:`WindowError` inside a block, :class:`AccumulateError` for an FSDP1 model that an exception has
+        left unusable.
         """
         self._windows.reset()
 
@@ -185,10 +161,12 @@ class Accumulator:
     # -- the update ---------------------------------------------------------------------------------------------------
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the closed window's gradient to ``max_norm``; returns its norm before, over all shards and models.
+        """Clip the closed window's gradient to ``max_norm``; returns its norm before, over all shards and
+        models.
 
-        A 0-dim tensor, the same on every rank of a wrapped model. Raises :class:`WindowError` off the boundary, where
-        gradients are partial (FSDP2 would report 0), ``ValueError`` for a negative or NaN ``max_norm``.
+        A 0-dim tensor, the same on every rank of a wrapped model. Raises :class:`WindowError` off the
+        boundary, where gradients are partial (FSDP2 would report 0), ``ValueError`` for a negative or NaN
+        ``max_norm``.
         """
         self._windows.require_boundary("clip_grad_norm_")
         if not max_norm >= 0:
@@ -199,12 +177,13 @@ class Accumulator:
         return self._grad_norm
 
     def optimizer_step(
-        self, *optimizers: _Optimizer, max_norm: float | None = None, schedulers: Iterable[_Steppable] = ()
+        self, *optimizers: Optimizer, max_norm: float | None = None, schedulers: Iterable[Steppable] = ()
     ) -> bool:
-        """At a boundary: clip, step the optimizers and schedulers, clear the gradients. Off the boundary: nothing.
+        """At a boundary: clip, step the optimizers and schedulers, clear the gradients. Off the boundary:
+        nothing.
 
-        Returns whether the step was taken, so it can be called after every block. Raises ``TypeError`` without an
-        optimizer, :class:`WindowError` inside a block.
+        Returns whether the step was taken, so it can be called after every block. Raises ``TypeError``
+        without an optimizer, :class:`WindowError` inside a block.
         """
         if not optimizers:
             raise TypeError("optimizer_step() needs at least one optimizer")
@@ -224,7 +203,8 @@ class Accumulator:
 
     @property
     def loss(self) -> Tensor | None:
-        """This rank's weighted mean loss of the last closed window: 0-dim, detached, on its device, never synchronised.
+        """This rank's weighted mean loss of the last closed window: 0-dim, detached, on its device, never
+        synchronised.
 
         None before the first window, or if the user scales; 0 for a window of total weight 0.
         """
@@ -244,31 +224,33 @@ class Accumulator:
         ranks = windows.ranks.size
         window = "" if callable(windows.steps) else f", window={windows.steps * ranks} micro-batches"
         wrappers = ", ".join(self._wrappers()) or "none"
-        return f"Accumulator(steps={windows.steps}, ranks={ranks}{window}, wrappers=[{wrappers}], policy={self._policy!r})"
+        return (
+            f"Accumulator(steps={windows.steps}, ranks={ranks}{window}, wrappers=[{wrappers}], policy={self._policy!r})"
+        )
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Detach from the model, which is then as it was found; an open window is dropped with a warning.
 
-        Calling it twice is fine; any later block raises :class:`WindowError`, and so does ``close`` inside a block.
+        Calling it twice is fine; any later block raises :class:`WindowError`, and so does ``close`` inside a
+        block.
         """
         open_window = self._windows.open
         self._windows.close()
         self._detach()
-        if open_window is not None:
+        if open_window is not None and not open_window.broken:
             warnings.warn(
-                f"close() dropped an open window of {open_window.position} micro-batches; call flush() first to use them",
+                f"close() dropped a window of {open_window.position} micro-batches; call flush() first to use it",
                 stacklevel=2,
             )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-            return
-        with suppress(AccumulateError):  # what is on its way out matters more than a model that cannot be reset
-            self._windows.close()
-        self._detach()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._windows.close()  # before close() warns: the exception on its way matters more
+        self.close()

@@ -37,8 +37,8 @@ def as_models(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
         for module in each.modules():
             if owner.setdefault(id(module), index) != index:
                 raise ValueError(
-                    f"model[{index}] and model[{owner[id(module)]}] share a {type(module).__name__}, whose gradient would be "
-                    "scaled twice. Pass each module once."
+                    f"model[{index}] and model[{owner[id(module)]}] share a {type(module).__name__}, whose gradient "
+                    "would be scaled twice. Pass each module once."
                 )
     return {f"model[{index}]": each for index, each in enumerate(model)}
 
@@ -76,10 +76,13 @@ def check_loss(loss: Tensor) -> None:
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss must be a tensor, got {loss!r}")
     if loss.numel() != 1:
-        raise ValueError(f"loss must be a scalar, got shape {tuple(loss.shape)}; reduce it with .mean() or .sum() first")
+        raise ValueError(
+            f"loss must be a scalar, got shape {tuple(loss.shape)}; reduce it with .mean() or .sum() first"
+        )
     if not loss.requires_grad:
         raise ValueError(
-            f"loss {loss!r} does not require grad, so backward has nowhere to go; was it detached, or computed under no_grad()?"
+            f"loss {loss!r} does not require grad, so backward has nowhere to go; do not detach it, and compute it "
+            "outside no_grad()"
         )
 
 
@@ -108,13 +111,14 @@ def is_zero(weight: float | Tensor | None) -> bool:
 
 
 def refuse_optimizer_in_backward(named: Iterable[tuple[str, nn.Parameter]], steps: int) -> None:
-    """Raise if a parameter has a hook that runs after each accumulation: with steps > 1 it would see partial sums."""
+    """Raise if a parameter has a hook that runs after each accumulation: with steps > 1 it would see partial
+    sums."""
     if steps == 1:
         return
     for name, param in named:
         if getattr(param, "_post_accumulate_grad_hooks", None) or getattr(param, "_in_backward_optimizers", None):
             raise AccumulateError(
-                f"parameter {name} has a post-accumulate-grad hook (an optimizer inside backward?), which would act on each of "
-                f"the {steps} micro-batches of a window instead of on their gradient. Remove the hook and step the optimizer "
-                "when is_boundary is true, or use steps=1."
+                f"parameter {name} has a post-accumulate-grad hook (an optimizer inside backward?), which would act on "
+                f"each of the {steps} micro-batches of a window instead of on their gradient. Remove the hook and step "
+                "the optimizer when is_boundary is true, or use steps=1."
             )

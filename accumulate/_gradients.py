@@ -1,4 +1,5 @@
-"""The ``.grad`` tensors of a model: what happened to them between two blocks, their norm, and one multiply."""
+"""The ``.grad`` tensors of a model: what happened to them between two blocks, their norm, and one
+multiply."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ __all__ = ["Gradients", "total_norm"]
 
 @dataclass
 class _Part:
-    """Parameters whose gradients are laid out alike: local tensors, DTensors of one mesh, or FSDP1's shards."""
+    """Parameters whose gradients are laid out alike: local tensors, DTensors of one mesh, or FSDP1's
+    shards."""
 
     shard_group: ProcessGroup | None
     params: list[nn.Parameter] = field(default_factory=list)
@@ -33,7 +35,7 @@ class _Part:
         """The norm of the whole gradient, not of this rank's shard of it."""
         norm = get_total_norm(self.grads(), norm_type)
         if _is_dtensor(norm):
-            norm = norm.full_tensor()  # type: ignore[operator]  # a DTensor's method
+            norm = norm.full_tensor()  # type: ignore[attr-defined]  # a DTensor's method
         if self.shard_group is None:
             return norm
         norm = norm.to(self.params[0].device)
@@ -41,7 +43,7 @@ class _Part:
         power = norm if infinite else norm**norm_type
         op = torch.distributed.ReduceOp.MAX if infinite else torch.distributed.ReduceOp.SUM
         torch.distributed.all_reduce(power, op, group=self.shard_group)
-        return power if infinite else power ** (1.0 / norm_type)
+        return power if infinite else torch.pow(power, 1.0 / norm_type)
 
 
 class Gradients:
@@ -96,7 +98,8 @@ def total_norm(several: Sequence[Gradients], norm_type: float) -> Tensor:
     if len(norms) == 1:
         return norms[0]
     dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
-    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, dtype) for n in norms]), norm_type)
+    every = torch.stack([n.to(norms[0].device, dtype) for n in norms])
+    return torch.linalg.vector_norm(every, norm_type)  # type: ignore[no-any-return]  # torch.linalg is untyped
 
 
 def _versions(params: Iterable[nn.Parameter]) -> list[int]:

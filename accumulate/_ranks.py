@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, distributed as dist
+from torch import Tensor, nn
+from torch import distributed as dist
 
 from ._errors import AccumulateError
 from ._scaling import precise
@@ -15,7 +16,7 @@ from ._sync import Found
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["Ranks", "Sum"]
+__all__ = ["Ranks", "Sum", "what_stays_local"]
 
 
 class Sum:
@@ -51,7 +52,8 @@ class Ranks:
         self._device = _accepted_device(self.groups, device)
 
     def start_sum(self, values: Sequence[float | Tensor], local: bool = False) -> Sum:
-        """Begin to sum ``values`` over the ranks, at the same point on each; ``local``: of this rank alone."""
+        """Begin to sum ``values`` over the ranks, at the same point on each; ``local``: of this rank
+        alone."""
         dtype = precise(self._device)
         parts = [
             v.to(self._device, dtype) if isinstance(v, Tensor) else torch.full((), v, device=self._device, dtype=dtype)
@@ -91,5 +93,23 @@ def _accepted_device(groups: Sequence[ProcessGroup], device: torch.device) -> to
     """``device`` if the groups' backend takes tensors from there, else one from which it does."""
     if not groups or any(d.type == device.type for d in groups[0]._device_types):
         return device
-    kind = groups[0]._device_types[0]
-    return torch.device(kind.type, torch.accelerator.current_device_index() if kind.type != "cpu" else None)
+    kind: torch.device = groups[0]._device_types[0]
+    return kind if kind.type == "cpu" else torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def what_stays_local(models: Iterable[nn.Module], found: Sequence[Found]) -> str | None:
+    """What a user should be warned about: gradients that no wrapper averages although there are several
+    ranks."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+    if not found:
+        return (
+            "torch.distributed is initialised, but the model has no wrapper: its gradients stay on this rank. "
+            "Pass the wrapped model (DistributedDataParallel, fully_shard, ...) if the ranks share the work."
+        )
+    if not any(control.covers_subtree for _, control in found):
+        return None
+    averaged = {id(p) for _, control in found for p in control.module.parameters()}
+    named = (item for model in models for item in model.named_parameters())
+    local = [name for name, p in named if p.requires_grad and id(p) not in averaged]
+    return f"no FSDP unit holds {', '.join(local)}: nobody averages their gradients over the ranks" if local else None

@@ -4,9 +4,9 @@ R ranks; rank r's window holds micro-batches i with losses l_ri, each a mean ove
 
     g  =  sum_r sum_i  w_ri * grad(l_ri)   /   sum_r sum_i  w_ri            (no weight given: w_ri = 1)
 
-which is the gradient of the mean loss over every item of the window, on all ranks together. The future is unknown while a
-window is open, so each loss is multiplied by ``scale * w_ri`` with a provisional ``scale`` that is equal on all ranks, the
-wrapper averages over the ranks, and the closed window is multiplied once by
+which is the gradient of the mean loss over every item of the window, on all ranks together. The future is
+unknown while a window is open, so each loss is multiplied by ``scale * w_ri`` with a provisional ``scale``
+that is equal on all ranks, the wrapper averages over the ranks, and the closed window is multiplied once by
 
     correction  =  R / (scale * sum_r sum_i w_ri)
 

@@ -1,8 +1,9 @@
 """How the library finds the wrappers in a model and talks to them.
 
-An adapter is one final class per wrapper that implements :class:`SyncControl`. Wrapper classes are looked up in
-``sys.modules``: a wrapper whose module was never imported cannot be in the model, so importing this library imports none.
-A class that looks like a wrapper and has no adapter is refused; ``hasattr`` never chooses behaviour.
+An adapter is one final class per wrapper that implements :class:`SyncControl`. Wrapper classes are looked up
+in ``sys.modules``: a wrapper whose module was never imported cannot be in the model, so importing this
+library imports none. A class that looks like a wrapper and has no adapter is refused; ``hasattr`` never
+chooses behaviour.
 """
 
 from __future__ import annotations
@@ -12,31 +13,32 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from ._errors import UnsupportedWrapperError, WindowError
+from ._errors import UnsupportedWrapperError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Found", "SyncControl", "acquire", "find", "no_sync", "register", "release"]
+__all__ = ["Found", "SyncControl", "acquire", "find", "register", "release"]
 
 
 class SyncControl(ABC):
     """Steers the gradient reduction of one wrapped module; subclass it to teach the library a wrapper.
 
-    The library calls, for each micro-batch, ``begin(reduce)`` and ``end()``; after a micro-batch that reduced also
-    ``finish()``. ``flush()`` and ``reset()`` come between micro-batches only. See :func:`register`.
+    The library calls, for each micro-batch, ``begin(reduce)`` and ``end()``; after a micro-batch that reduced
+    also ``finish()``. ``flush()`` and ``reset()`` come between micro-batches only. See :func:`register`.
     """
 
     covers_subtree = False
-    """True if one instance steers the same wrapper further down, so that only the outermost one is controlled."""
+    """True if one instance steers the same wrapper further down, so that only the outermost one is
+    controlled."""
     must_run_backward = False
-    """True while every backward has collectives, so that a rank cannot leave out a micro-batch of weight 0."""
+    """True while every backward has collectives, so that a rank cannot leave out a micro-batch of weight
+    0."""
     shard_group: ProcessGroup | None = None
     """The group over which ``.grad`` is split without being a DTensor (FSDP1), else None."""
 
@@ -75,6 +77,12 @@ class SyncControl(ABC):
         """Drop what the wrapper has accumulated besides the ``.grad`` of its parameters."""
 
 
+class _Match(NamedTuple):
+    name: str
+    module: nn.Module
+    control: type[SyncControl]
+
+
 class Found(NamedTuple):
     """A wrapper in the user's model: its dotted name, and what steers it."""
 
@@ -82,11 +90,12 @@ class Found(NamedTuple):
     control: SyncControl
 
 
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule"
 _FSDP2_BEFORE_2_7 = "torch.distributed._composable.fsdp.fully_shard.FSDPModule"
 _registry: dict[type | str, type[SyncControl] | str] = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "accumulate.wrappers.ddp.DDPControl",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "accumulate.wrappers.fsdp1.FSDP1Control",
+    _FSDP1: "accumulate.wrappers.fsdp1.FSDP1Control",
     _FSDP2: "accumulate.wrappers.fsdp2.FSDP2Control",
     _FSDP2_BEFORE_2_7: "accumulate.wrappers.fsdp2.FSDP2Control",
 }
@@ -94,7 +103,7 @@ _FOREIGN = {
     "deepspeed.": "DeepSpeed's engine counts micro-batches itself: use its own gradient_accumulation_steps",
     "megatron.": "Megatron's schedule owns the accumulation: use its own no_sync_func",
     "torch_xla.": "use torch_xla's own accumulation",
-    "torch.distributed._composable.replicate": "wrap with DistributedDataParallel, or use the fully_shard-based replicate",
+    "torch.distributed._composable.replicate": "use DistributedDataParallel, or the replicate of fully_shard",
 }
 _active: weakref.WeakValueDictionary[int, SyncControl] = weakref.WeakValueDictionary()
 
@@ -102,20 +111,22 @@ _active: weakref.WeakValueDictionary[int, SyncControl] = weakref.WeakValueDictio
 def register(wrapper: type[nn.Module] | str, control: type[SyncControl]) -> None:
     """Teach the library a wrapper: every later ``Accumulator`` and ``no_sync`` finds it, subclasses included.
 
-    ``wrapper`` is the class, or its dotted name "package.module.Class" if it should not be imported for it. The latest
-    registration wins. Raises ``TypeError`` if ``control`` is no concrete :class:`SyncControl`.
+    ``wrapper`` is the class, or its dotted name "package.module.Class" if it should not be imported for it.
+    The latest registration wins. Raises ``TypeError`` if ``control`` is no concrete :class:`SyncControl`.
     """
     if not (isinstance(control, type) and issubclass(control, SyncControl)):
         raise TypeError(f"control must be a subclass of accumulate.SyncControl, got {control!r}")
     if missing := ", ".join(sorted(control.__abstractmethods__)):
-        raise TypeError(f"{control.__name__} does not implement {missing}; SyncControl's docstrings say what each must do")
+        raise TypeError(
+            f"{control.__name__} does not implement {missing}; SyncControl's docstrings say what each must do"
+        )
     if not isinstance(wrapper, str) and not (isinstance(wrapper, type) and issubclass(wrapper, nn.Module)):
         raise TypeError(f"wrapper must be an nn.Module class or its dotted name, got {wrapper!r}")
     _registry.pop(wrapper, None)
     _registry[wrapper] = control
 
 
-def _resolve(dotted: str) -> type | None:
+def _resolve(dotted: str) -> Any:
     """The class of that dotted name if its module is imported already, else None."""
     home, _, name = dotted.rpartition(".")
     return getattr(sys.modules.get(home), name, None)
@@ -129,9 +140,10 @@ def _adapters() -> list[tuple[type, type[SyncControl]]]:
         if cls is None:
             continue
         if isinstance(control, str):
-            home, _, name = control.rpartition(".")
-            control = getattr(importlib.import_module(home), name)
-        found.append((cls, control))
+            importlib.import_module(control.rpartition(".")[0])
+            found.append((cls, _resolve(control)))
+        else:
+            found.append((cls, control))
     return found
 
 
@@ -150,7 +162,7 @@ def _refuse_unknown(name: str, module: nn.Module) -> None:
     )
 
 
-def _matches(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module, type[SyncControl]]]:
+def _matches(models: Mapping[str, nn.Module]) -> list[_Match]:
     adapters = _adapters()
     matches = []
     covered: set[tuple[type, int]] = set()
@@ -161,10 +173,23 @@ def _matches(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module, type
             if control is None:
                 _refuse_unknown(name, module)
             elif (control, id(module)) not in covered:
-                matches.append((name, module, control))
+                matches.append(_Match(name, module, control))
                 below = module.modules() if control.covers_subtree else (module,)
                 covered.update((control, id(m)) for m in below)
     return matches
+
+
+def _refuse_part_of_fsdp1(models: Mapping[str, nn.Module], matches: Sequence[_Match]) -> None:
+    """Raise for a model whose parameters belong to an FSDP1 instance further up, which owns their
+    reduction."""
+    steered = {id(p) for _, module, _ in matches for p in module.parameters()}
+    for label, model in models.items():
+        for name, param in model.named_parameters():
+            if getattr(param, "_fsdp_flattened", False) and id(param) not in steered:
+                raise UnsupportedWrapperError(
+                    f"{label}.{name} belongs to a FullyShardedDataParallel above {label} ({type(model).__name__}), which owns "
+                    "its reduction. Pass the outermost FullyShardedDataParallel module instead."
+                )
 
 
 def acquire(module: nn.Module, control: type[SyncControl]) -> SyncControl:
@@ -187,39 +212,15 @@ def release(found: Sequence[Found]) -> None:
 
 
 def find(models: Mapping[str, nn.Module]) -> list[Found]:
-    """Every wrapper in ``models``, at any depth; raises :class:`UnsupportedWrapperError` for an unknown one."""
+    """Every wrapper in ``models``, at any depth; raises :class:`UnsupportedWrapperError` for an unknown
+    one."""
     found: list[Found] = []
+    matches = _matches(models)
+    _refuse_part_of_fsdp1(models, matches)
     try:
-        for name, module, control in _matches(models):
+        for name, module, control in matches:
             found.append(Found(name, acquire(module, control)))
     except BaseException:
         release(found)
         raise
     return found
-
-
-class no_sync:  # noqa: N801 - a context manager that reads as a verb, like torch.no_grad
-    """Inside ``with no_sync(model):`` gradients accumulate locally, under any wrapper; on a plain module nothing happens.
-
-    Whether to reduce is decided when backward runs, so a forward inside reduces if its backward comes after the block. Only
-    under DDP without an attached ``Accumulator``, a forward that ran before the block reduces inside it (torch decides that
-    in forward): the gradient stays right, the communication is not saved. Unknown wrappers raise
-    :class:`UnsupportedWrapperError`.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._found: list[Found] = []
-
-    def __enter__(self) -> None:
-        if self._found:
-            raise WindowError("this no_sync(model) is entered already; call no_sync(model) again for a nested block")
-        self._found = find({"model": self._model})
-        for _, control in self._found:
-            control.begin(reduce=False)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        found, self._found = self._found, []
-        for _, control in reversed(found):
-            control.end()
-        release(found)

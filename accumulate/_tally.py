@@ -13,7 +13,8 @@ __all__ = ["Tally"]
 
 
 class Tally:
-    """The tally of one window: micro-batches, weights and losses. What a failed micro-batch added is not counted."""
+    """The tally of one window: micro-batches, weights and losses. What a failed micro-batch added is not
+    counted."""
 
     def __init__(self, steps: int, mean_weight: float | Tensor | None) -> None:
         self.steps = steps
@@ -23,7 +24,7 @@ class Tally:
         self.broken: str | None = None
         """Why this window cannot be used any more, or None."""
         self.weighted: bool | None = None
-        """Whether its losses carry weights; None while none went through ``backward`` or ``scale`` (then the user scales)."""
+        """Whether its losses carry weights; None while none came through ``backward`` or ``scale``."""
         self.scale: float | Tensor = 1.0 / steps
         self.terms = 0
         """The losses of the micro-batch that is under way."""
@@ -97,7 +98,9 @@ class Tally:
         total = torch.stack([loss.reshape(()) for loss in self._losses]).sum()
         scaled_weight = self.scale * (self._weight if self.weighted else float(self.position))
         if isinstance(scaled_weight, Tensor):
-            return torch.where(scaled_weight > 0, total / scaled_weight, torch.zeros_like(scaled_weight)).to(total.dtype)
+            return torch.where(scaled_weight > 0, total / scaled_weight, torch.zeros_like(scaled_weight)).to(
+                total.dtype
+            )
         return total / scaled_weight if scaled_weight else torch.zeros_like(total)
 
 
@@ -111,8 +114,8 @@ def _agree(first: float | Tensor | None, second: float | Tensor | None) -> bool:
 def _mixed(weight: float | Tensor | None) -> str:
     if is_zero(weight):
         return (
-            "weight=0 in a window whose other losses have no weight: the other ranks could not know that this micro-batch "
-            "does not count. Pass weight=1 to the others, on every rank."
+            "weight=0 in a window whose other losses have no weight: the other ranks could not know that this "
+            "micro-batch does not count. Pass weight=1 to the others, on every rank."
         )
     return (
         f"a loss with weight={weight!r} and a loss without a weight (or the reverse) in one window have no common "

@@ -1,26 +1,28 @@
-"""The windows of one accumulator, one after another: opening, entering and leaving micro-batches, closing, dropping."""
+"""The windows of one accumulator, one after another: opening, entering and leaving micro-batches, closing,
+dropping."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-import torch
 from torch import Tensor
 
 from ._arguments import check_steps, is_zero, refuse_optimizer_in_backward
+from ._correction import Correction
 from ._errors import AccumulateError, WindowError
 from ._gradients import Gradients
-from ._ranks import Ranks, Sum
-from ._scaling import correction
-from ._sync import Found
+from ._ranks import Ranks
+from ._sync import Found, SyncControl
 from ._tally import Tally
 
 __all__ = ["Windows"]
 
 
 class Windows:
-    """Counts micro-batches, decides which one closes a window, and makes the closed window's gradient exact."""
+    """Counts micro-batches, decides which one closes a window, and makes the closed window's gradient
+    exact."""
 
     def __init__(
         self,
@@ -45,8 +47,7 @@ class Windows:
         self._explicit = False
         self._started = False
         self._dropped = False
-        self._sum: Sum | None = None
-        self._mean_weight: float | Tensor | None = None
+        self._correction = Correction(ranks, gradients)
         if not callable(steps):
             self._refuse_optimizer_in_backward(steps)
 
@@ -96,35 +97,37 @@ class Windows:
             self._remember()
 
     def _fail(self, tally: Tally) -> None:
-        """An exception left the block: the micro-batch is not counted, and may have left half a gradient behind."""
+        """An exception left the block: the micro-batch is not counted, and may have left half a gradient
+        behind."""
         self.is_boundary = False
-        self._sum = None
+        self._correction.forget()
         if self._started or any(c.disturbed for c in self._controls) or any(g.changed() for g in self._gradients):
-            tally.broken = f"an exception left micro-batch {tally.position + 1} of {tally.steps} after its backward had started"
+            tally.broken = f"an exception left micro-batch {tally.position + 1} of {tally.steps} half done"
         tally.discard()
         if not tally.broken and not tally.position:
             self.open = None
 
     def term(self, loss: Tensor, weight: float | Tensor | None, reduction: str) -> Tensor:
         """One loss of the micro-batch that is under way, scaled."""
-        if self._thread is None:
-            raise WindowError("backward() and scale() belong inside a `with acc.step():` block; none is open")
+        if self._thread != threading.get_ident():
+            where = "none is open" if self._thread is None else "the open one belongs to another thread"
+            raise WindowError(f"backward() and scale() belong inside a `with acc.step():` block; {where}")
         tally = self._opened()
         if not tally.terms:
             self._check_usable(tally)  # zero_grad() at the top of the block
         scaled = tally.term(loss, weight, reduction)
-        if self.is_boundary and self._sum is None and (tally.weighted or tally.by_hand or self._explicit):
-            self._sum = self.ranks.start_sum(tally.totals())  # before backward, which it then overlaps with
+        for control in self._controls if is_zero(weight) else ():
+            control.drop = True
+        if self.is_boundary and (tally.weighted or tally.by_hand or self._explicit):
+            self._correction.start(tally)
         return scaled
 
     def runs_backward(self, weight: float | Tensor | None) -> bool:
-        """Whether the loss just scaled needs its backward; a dropped one only where backward has collectives."""
-        if is_zero(weight):
-            if not any(control.must_run_backward for control in self._controls):
-                self._dropped = True
-                return False
-            for control in self._controls:
-                control.drop = True
+        """Whether the loss just scaled needs its backward; a dropped one only where backward has
+        collectives."""
+        if is_zero(weight) and not any(control.must_run_backward for control in self._controls):
+            self._dropped = True
+            return False
         self._started = True
         return True
 
@@ -135,22 +138,10 @@ class Windows:
         self._refuse_inside("flush")
         tally = self.open or self._new_tally()
         self._check_usable(tally)
-        weighted, unweighted = float(tally.weighted is True), float(tally.weighted is False)
-        self._sum = self.ranks.start_sum((*tally.totals(), weighted, unweighted))
-        _, count, weighted, unweighted = self._sum.result().tolist()
-        if not count:
-            self._sum = None
+        if not self._correction.agree(tally):
             return False
-        if weighted and unweighted:
-            raise AccumulateError(
-                "some ranks gave their losses a weight in this window and some did not, so it has no common denominator. "
-                "Pass a weight on every rank; reset() drops this window."
-            )
-        if tally.weighted is None and (weighted or unweighted):
-            tally.begin_terms(bool(weighted))  # this rank had no micro-batch of a window that others had opened
-        tally.by_hand = True
+        tally.by_hand = self.is_boundary = True
         self._close(tally, flush=True)
-        self.is_boundary = True
         return True
 
     def reset(self) -> None:
@@ -162,13 +153,16 @@ class Windows:
             control.reset()
         for gradients in self._gradients:
             gradients.drop()
-        self.open = self._sum = None
+        self.open = None
+        self._correction.forget()
         self.is_boundary = False
 
     def close(self) -> None:
         """Drop an open window and refuse every later block."""
-        self.reset()
+        self._refuse_inside("close")
         self.is_closed = True
+        with suppress(AccumulateError):  # an FSDP1 model that an exception has left unusable
+            self.reset()
 
     def at_boundary(self, call: str) -> bool:
         """Whether a window has been closed and no later one has begun; raises inside a block."""
@@ -190,34 +184,16 @@ class Windows:
                 if flush:
                     control.flush()
                 elif not control.finish():
-                    raise AccumulateError(
-                        f"{name} ({type(control.module).__name__}) reduced nothing in the micro-batch that closes the window. "
-                        "Call the wrapper itself instead of its .module, and leave its own no_sync() and sync flags alone; "
-                        "then reset() and repeat the window."
-                    )
-            self._correct(tally)
+                    raise AccumulateError(_not_reduced(name, control))
+            self._correction.apply(tally)
         except BaseException:
             tally.broken = "its last micro-batch could not be reduced"
             self.is_boundary = False
             raise
         finally:
-            self._sum = None
+            self._correction.forget()
         self.open, self.closed = None, tally
         self.updates += 1
-
-    def _correct(self, tally: Tally) -> None:
-        """One multiply by R / (scale * sum of weights), unless that is known to be 1 or the user scales."""
-        if tally.weighted is None or not (tally.weighted or tally.by_hand):
-            return
-        sums = (self._sum or self.ranks.start_sum(tally.totals())).result()
-        for gradients in self._gradients:
-            if gradients.is_wrapped or self.ranks.chosen:
-                gradients.multiply(correction(self.ranks.size, tally.scale, sums[0]))
-            else:
-                gradients.multiply(correction(1, tally.scale, self.ranks.start_sum(tally.totals(), local=True).result()[0]))
-        if tally.weighted:
-            previous = 1.0 if self._mean_weight is None else self._mean_weight
-            self._mean_weight = torch.where(sums[0] > 0, sums[0] / sums[1], previous)
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -225,7 +201,7 @@ class Windows:
         steps = check_steps(self.steps(self.updates) if callable(self.steps) else self.steps)
         self._refuse_optimizer_in_backward(steps)
         self._remember()
-        return Tally(steps, self._mean_weight)
+        return Tally(steps, self._correction.mean_weight)
 
     def _opened(self) -> Tally:
         assert self.open is not None  # a block is open, and blocks are entered with a tally
@@ -243,14 +219,23 @@ class Windows:
         for gradients in self._gradients:
             if what := gradients.changed():
                 raise WindowError(
-                    f"gradients of {gradients.name} were {what} after micro-batch {tally.position} of {tally.steps}, inside a "
-                    "window. Clear gradients when is_boundary is true only; reset() drops this window."
+                    f"gradients of {gradients.name} were {what} after micro-batch {tally.position} of {tally.steps}, "
+                    "inside a window. Clear them only when is_boundary is true; reset() drops this window."
                 )
 
     def _refuse_inside(self, call: str) -> None:
         if self._thread is not None:
-            raise WindowError(f"{call}() inside a step() block: the micro-batch is not complete. Call it after the block.")
+            raise WindowError(
+                f"{call}() inside a step() block: the micro-batch is not complete. Call it after the block."
+            )
 
     def _refuse_optimizer_in_backward(self, steps: int) -> None:
         for gradients in self._gradients:
             refuse_optimizer_in_backward(gradients.named, steps)
+
+
+def _not_reduced(name: str, control: SyncControl) -> str:
+    return (
+        f"{name} ({type(control.module).__name__}) reduced nothing in the micro-batch that closes the window. Call the "
+        "wrapper itself, not its .module, and leave its own no_sync() alone; then reset() and repeat the window."
+    )

@@ -12,7 +12,8 @@ __all__ = ["hook_outputs", "tensors_in"]
 
 
 def tensors_in(output: object) -> list[Tensor]:
-    """Every tensor of a module's output: nested tuples, lists, mappings and dataclasses, as DDP looks for them."""
+    """Every tensor of a module's output: nested tuples, lists, mappings and dataclasses, as DDP looks for
+    them."""
     if isinstance(output, Tensor):
         return [output]
     items: Iterable[object] = ()
@@ -31,4 +32,4 @@ def hook_outputs(output: object, hook: Callable[[Tensor], Tensor | None]) -> Non
         return
     for tensor in tensors_in(output):
         if tensor.requires_grad:
-            tensor.register_hook(hook)
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has no annotations here

@@ -1,11 +1,13 @@
-"""DistributedDataParallel decides in forward whether backward reduces; this adapter moves the decision into backward.
+"""DistributedDataParallel decides in forward whether backward reduces; this adapter moves the decision into
+backward.
 
-Required of any mechanism here: forward may run outside the block; the user's flag and his own ``no_sync`` must survive;
-reductions must overlap with backward as DDP's own do; comm hooks, buckets and averages must be DDP's own.
+Required of any mechanism here: forward may run outside the block; the user's flag and his own ``no_sync``
+must survive; reductions must overlap with backward as DDP's own do; comm hooks, buckets and averages must be
+DDP's own.
 
-A forward pre-hook switches ``require_backward_grad_sync`` off for the duration of DDP's forward, a forward hook puts it
-back and hangs a tensor hook on each output. When backward reaches one, it arms DDP's reducer as its forward would have,
-unless a micro-batch off the boundary is open.
+A forward pre-hook switches ``require_backward_grad_sync`` off for the duration of DDP's forward, a forward
+hook puts it back and hangs a tensor hook on each output. When backward reaches one, it arms DDP's reducer as
+its forward would have, unless a micro-batch off the boundary is open.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ __all__ = ["DDPControl"]
 
 
 class _Reduce(Function):
-    """A backward that hands gradients to a DDP module's reducer by parameter index, as autograd's hooks would."""
+    """A backward that hands gradients to a DDP module's reducer by parameter index, as autograd's hooks
+    would."""
 
     @staticmethod
     def forward(ctx: Any, seed: Tensor, module: DistributedDataParallel, indices: list[int]) -> Tensor:
@@ -108,7 +111,8 @@ class DDPControl(SyncControl):
         )
 
     def _logged(self, key: str) -> str:
-        return str(self.ddp._get_ddp_logging_data().get(key, ""))
+        data: dict[str, object] = self.ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch's, untyped
+        return str(data.get(key, ""))
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -139,7 +143,7 @@ class DDPControl(SyncControl):
             hook = _Arm(self, inner)
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(hook)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's, untyped
                 if isinstance(hook, _Arm) and any(tensor is held for held in inner):
                     # DDP's identity does not look into dataclasses: this hook holds the tensor it hangs on. The garbage
                     # collector cannot see such a cycle, so ``end`` breaks it.
@@ -161,8 +165,8 @@ class DDPControl(SyncControl):
             self._task = task
             if outputs is None:
                 raise AccumulateError(
-                    "with find_unused_parameters=True and a dataclass as output, backward must come at most one step() block "
-                    "after its forward. Return a tuple or a dict, or run backward earlier."
+                    "with find_unused_parameters=True and a dataclass as output, backward must come at most one step() "
+                    "block after its forward. Return a tuple or a dict, or run backward earlier."
                 )
             self._arm(outputs)
         return torch.zeros_like(grad) if self.drop else None
@@ -170,6 +174,7 @@ class DDPControl(SyncControl):
     def _arm(self, outputs: list[Tensor]) -> None:
         self.ddp.reducer._rebuild_buckets()  # else a second backward in the first reduced window asserts
         self.ddp.reducer.prepare_for_backward(outputs)
+        self._attributes["require_forward_param_sync"] = True  # the next forward broadcasts buffers, as after DDP's own
         self._armed += 1
 
     # -- SyncControl --------------------------------------------------------------------------------------------------
@@ -192,14 +197,14 @@ class DDPControl(SyncControl):
     def finish(self) -> bool:
         if not self._armed:
             return all(p.grad is None for p in self.ddp.parameters())
-        self._attributes["require_forward_param_sync"] = True  # buffers are broadcast in the next forward, as after DDP's own
+        self._attributes["require_forward_param_sync"] = True  # a checkpoint's second forward has cleared it
         try:
             self.ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
             raise AccumulateError(
-                "a DistributedDataParallel parameter got no gradient in the boundary micro-batch, so its bucket was not reduced "
-                "and the ranks' gradients differ. Use find_unused_parameters=True, or let every boundary micro-batch use every "
-                "parameter; then call reset() and repeat the window."
+                "a DistributedDataParallel parameter got no gradient in the boundary micro-batch: its bucket is not "
+                "reduced and the ranks' gradients differ. Use find_unused_parameters=True, or let every boundary "
+                "micro-batch use every parameter; then call reset() and repeat the window."
             ) from error
         return True
 
@@ -216,12 +221,12 @@ class DDPControl(SyncControl):
             self._armed = 0
             self._arm(outputs)
             seed = torch.zeros((), device=params[0].device, requires_grad=True)
-            _Reduce.apply(seed, self.ddp, indices).backward()
+            _Reduce.apply(seed, self.ddp, indices).backward()  # type: ignore[no-untyped-call]  # torch's, untyped
         self.finish()
 
     def _reduced_parameters(self) -> list[nn.Parameter]:
         """The reducer's parameters in its own order."""
-        params: list[nn.Parameter] = self.ddp._build_params_for_reducer()[0]
+        params: list[nn.Parameter] = self.ddp._build_params_for_reducer()[0]  # type: ignore[no-untyped-call]  # torch's
         if len(params) == int(self._logged("num_parameter_tensors")):
             return params
         # Some were frozen since DDP was constructed; this costs a gradient-sized allocation for a moment.

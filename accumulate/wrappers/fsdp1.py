@@ -1,7 +1,8 @@
 """FullyShardedDataParallel (FSDP1) decides in backward, from ``_sync_gradients`` of each instance.
 
-Its public ``no_sync()`` walks the module tree at every call; the instances are cached here instead. Only outermost instances
-are controlled: torch accepts ``no_sync()`` on an inner one before the first forward, and the model is ruined.
+Its public ``no_sync()`` walks the module tree at every call; the instances are cached here instead. Only
+outermost instances are controlled: torch accepts ``no_sync()`` on an inner one before the first forward, and
+the model is ruined.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class FSDP1Control(SyncControl):
     @property
     def groups(self) -> tuple[ProcessGroup, ...]:
         between_nodes = getattr(self.fsdp, "_inter_node_pg", None)  # HYBRID_SHARD only
-        return (self.fsdp.process_group,) if between_nodes is None else (self.fsdp.process_group, between_nodes)
+        return tuple(group for group in (self.fsdp.process_group, between_nodes) if group is not None)
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         hook_outputs(output, self.backward_reached)
@@ -89,7 +90,7 @@ class FSDP1Control(SyncControl):
     @staticmethod
     def _version(handle: Any) -> int:
         flat = handle.flat_param
-        # zero_grad() clears the original parameters; FSDP1 clears the flat gradient behind them only in the next forward.
+        # zero_grad() clears the original parameters; FSDP1 clears the flat gradient behind them in the next forward.
         cleared = handle._use_orig_params and all(p is None or p.grad is None for p in flat._params)
         return -1 if flat.grad is None or cleared else int(flat.grad._version)
 
@@ -98,7 +99,8 @@ class FSDP1Control(SyncControl):
         return all(self._reduced(handle, version) for handle, version in handles)
 
     def _reduced(self, handle: Any, version_before: int) -> bool:
-        """Whether a unit holds no local sum: by the size of its gradient or, if NO_SHARD keeps that, by its version."""
+        """Whether a unit holds no local sum: by the size of its gradient or, if NO_SHARD keeps that, by its
+        version."""
         flat = handle.flat_param
         if flat.grad is None:
             return True
@@ -118,8 +120,8 @@ class FSDP1Control(SyncControl):
     def reset(self) -> None:
         if not self._idle():
             raise AccumulateError(
-                "FullyShardedDataParallel cannot recover from an exception inside its forward or backward (torch has no reset "
-                "for it): build the model again and load the last checkpoint, or move to fully_shard."
+                "FullyShardedDataParallel cannot recover from an exception inside its forward or backward (torch has "
+                "no reset for it). Build the model again and load the last checkpoint, or move to fully_shard."
             )
         for handle in self._handles:
             handle.flat_param.grad = None

@@ -1,9 +1,10 @@
-"""fully_shard (FSDP2), HSDP and the FSDP-based replicate decide in backward, from flags of each parameter group.
+"""fully_shard (FSDP2), HSDP and the FSDP-based replicate decide in backward, from flags of each parameter
+group.
 
-Off the boundary nothing is reduced and parameters stay unsharded after backward, so that the next micro-batch gathers only
-what forward has resharded. torch has setters for these flags and no getters, and hides the sums of a window in its parameter
-groups, so this file reads private attributes (the same ones from torch 2.6 to 2.13); a missing one is an AttributeError at
-construction, never a silent no-op.
+Off the boundary nothing is reduced and parameters stay unsharded after backward, so that the next micro-batch
+gathers only what forward has resharded. torch has setters for these flags and no getters, and hides the sums
+of a window in its parameter groups, so this file reads private attributes (the same ones from torch 2.6 to
+2.13); a missing one is an AttributeError at construction, never a silent no-op.
 """
 
 from __future__ import annotations
@@ -86,7 +87,11 @@ class FSDP2Control(SyncControl):
     def end(self) -> None:
         flags = self._flags.pop()
         for group, (reduce, all_reduce, reshard) in zip(self._param_groups, flags, strict=False):
-            group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward = reduce, all_reduce, reshard
+            group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward = (
+                reduce,
+                all_reduce,
+                reshard,
+            )
         state = _state(self.module)
         if state._state_ctx.iter_forward_root is not None or state._training_state.name != "IDLE":
             self.disturbed = True  # an exception in the middle of forward
@@ -118,6 +123,6 @@ class FSDP2Control(SyncControl):
                 if (unsharded := getattr(param, "_unsharded_param", None)) is not None:
                     unsharded.grad = None
         if hasattr(self.module, "reset_iter_state"):  # torch 2.13
-            self.module.reset_iter_state()
+            self.module.reset_iter_state()  # type: ignore[operator]  # FSDPModule's
         for group in self._param_groups:
             group.reshard()
