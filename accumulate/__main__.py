@@ -109,7 +109,7 @@ def _what(group: argparse._ArgumentGroup) -> None:
         "--rounds", type=_count, metavar="N", help="default: as many as fit in --seconds, 5 at most"
     )
     group.add_argument(
-        "--seconds", type=_seconds, default=140.0, metavar="S", help="time to fill with rounds (default: 140)"
+        "--seconds", type=_seconds, default=150.0, metavar="S", help="time to fill with rounds (default: 150)"
     )
     group.add_argument(
         "--timeout",

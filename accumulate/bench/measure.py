@@ -23,7 +23,7 @@ class Cell:
 
     mode: Mode
     steps: int
-    traffic: Traffic = Traffic()
+    traffic: Traffic = field(default_factory=Traffic)
     rates: list[float] = field(default_factory=list)
     efficiencies: list[float] = field(default_factory=list)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 class Block(nn.Module):
@@ -22,12 +22,13 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """``x``: (batch, tokens, width)."""
         batch, tokens, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
-        return x + cast(Tensor, self.down(F.gelu(self.up(self.norm2(x)))))
+        return x + cast(Tensor, self.down(functional.gelu(self.up(self.norm2(x)))))
 
 
 class GPT(nn.Module):
@@ -43,9 +44,9 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """``tokens``: (batch, tokens), int64. The first is predicted from nothing: token 0 at position 0."""
-        seen = F.pad(tokens[:, :-1], (1, 0))
+        seen = functional.pad(tokens[:, :-1], (1, 0))
         x = self.token(seen) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())

@@ -48,7 +48,7 @@ class Options:
     tokens: int = 64
     batch: int = 1
     data: str = "digits"
-    seconds: float = 140.0
+    seconds: float = 150.0
     timeout: float = 300.0
 
     @property

@@ -77,11 +77,11 @@ class Ranks(Generic[Setting]):
             RankError: a rank did not answer.
         """
         ranks = range(self._size) if ranks is None else ranks
-        for rank in ranks:
-            try:
+        try:
+            for rank in ranks:
                 self._pipes[rank].send(request)
-            except OSError:
-                raise self._explain(doing) from None
+        except OSError:
+            raise self._explain(doing) from None
         return self._collect(ranks, doing)
 
     def _collect(self, ranks: Sequence[int], doing: str) -> list[object]:
@@ -162,6 +162,6 @@ def _serve(build: Build[Setting], setting: Setting, rank: int, folder: Path, pip
             pipe.send((False, worker(pipe.recv())))
     except (EOFError, BrokenPipeError):
         os._exit(0)  # the parent is gone: nobody is left to report to
-    except Exception:
+    except Exception:  # noqa: BLE001  # whatever it was, the parent has to hear of it
         pipe.send((True, traceback.format_exc()))
         pipe.poll(None)  # stay, so that the cause stands alone: the parent kills this process, or is gone

@@ -42,7 +42,7 @@ def notes(result: Result) -> Iterator[str]:
     ratios = ", ".join(f"{_ratio(ours, theirs):.2f}" for ours, theirs in pairs)
     yield f"accumulate's rate / hand-written no_sync's, steps by steps: {ratios}."
     yield "Efficiency: rate against 1 process in the same round, the other ranks idle; median of the rounds."
-    if result.options.device == "cpu":
+    if result.options.device == "cpu" and ranks > 1:
         ceiling = result.cell(SILENT, last).efficiency
         yield "1 process has the caches, memory and clock of idle neighbours to itself. Processes that reduce"
         yield f"  nothing share these: {ranks} reach {ceiling:.0%} at {last} steps, the ceiling here."
@@ -130,7 +130,7 @@ def _heading(result: Result) -> str:
         f"{result.facts.data}: {o.batch} x {o.tokens} tokens per micro-batch\n"
         f"{o.wrapper.upper()} over {o.backend}, {o.ranks} ranks, {where}; torch {torch.__version__}; "
         f"{_machine(result)}\n"
-        f"{result.rounds} rounds, interleaved, {result.seconds:.0f} s in all"
+        f"{result.rounds} round{'s' * (result.rounds > 1)}, interleaved, {result.seconds:.0f} s in all"
     )
 
 
@@ -143,7 +143,7 @@ def _row(cell: Cell, ranks: int, *, first: bool) -> tuple[str, ...]:
         name,
         f"{cell.rate:.2f}",
         efficiency,
-        f"{cell.spread:.0%}",
+        f"{cell.spread:.0%}" if len(cell.rates) > 1 else "?",
         *traffic,
     )
 

@@ -110,7 +110,8 @@ def running(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
         try:
             deadline = time.monotonic() + 40
             while "round 2/" not in errors.read_text():
-                assert parent.poll() is None and time.monotonic() < deadline, errors.read_text()
+                assert parent.poll() is None, errors.read_text()
+                assert time.monotonic() < deadline, errors.read_text()
                 time.sleep(0.05)
             yield parent, children(parent.pid)
         finally:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
 from accumulate.__main__ import main
 from accumulate.bench import data, plot, report
 from accumulate.bench.counting import CollectiveCounter, Traffic
