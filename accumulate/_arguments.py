@@ -28,7 +28,8 @@ def as_models(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
     """The models by the name that messages call them: "model", or "model[0]", "model[1]", ..."""
     if isinstance(model, nn.Module):
         return {"model": model}
-    if not isinstance(model, Sequence) or isinstance(model, str) or not all(isinstance(m, nn.Module) for m in model):
+    given: object = model  # what it is, not what its annotation promises
+    if not isinstance(given, Sequence) or not all(isinstance(each, nn.Module) for each in given):
         raise TypeError(f"model must be an nn.Module or a list of them, got {model!r}")
     if not model:
         raise ValueError("model is an empty list; pass at least one nn.Module")

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 
 from ._errors import AccumulateError
 from ._scaling import precise

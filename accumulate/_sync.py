@@ -108,19 +108,23 @@ _FOREIGN = {
 _active: weakref.WeakValueDictionary[int, SyncControl] = weakref.WeakValueDictionary()
 
 
+def _is_class(given: object, base: type) -> bool:
+    return isinstance(given, type) and issubclass(given, base)
+
+
 def register(wrapper: type[nn.Module] | str, control: type[SyncControl]) -> None:
     """Teach the library a wrapper: every later ``Accumulator`` and ``no_sync`` finds it, subclasses included.
 
     ``wrapper`` is the class, or its dotted name "package.module.Class" if it should not be imported for it.
     The latest registration wins. Raises ``TypeError`` if ``control`` is no concrete :class:`SyncControl`.
     """
-    if not (isinstance(control, type) and issubclass(control, SyncControl)):
+    if not _is_class(control, SyncControl):
         raise TypeError(f"control must be a subclass of accumulate.SyncControl, got {control!r}")
     if missing := ", ".join(sorted(control.__abstractmethods__)):
         raise TypeError(
             f"{control.__name__} does not implement {missing}; SyncControl's docstrings say what each must do"
         )
-    if not isinstance(wrapper, str) and not (isinstance(wrapper, type) and issubclass(wrapper, nn.Module)):
+    if not isinstance(wrapper, str) and not _is_class(wrapper, nn.Module):
         raise TypeError(f"wrapper must be an nn.Module class or its dotted name, got {wrapper!r}")
     _registry.pop(wrapper, None)
     _registry[wrapper] = control
@@ -187,8 +191,8 @@ def _refuse_part_of_fsdp1(models: Mapping[str, nn.Module], matches: Sequence[_Ma
         for name, param in model.named_parameters():
             if getattr(param, "_fsdp_flattened", False) and id(param) not in steered:
                 raise UnsupportedWrapperError(
-                    f"{label}.{name} belongs to a FullyShardedDataParallel above {label} ({type(model).__name__}), which owns "
-                    "its reduction. Pass the outermost FullyShardedDataParallel module instead."
+                    f"{label}.{name} belongs to a FullyShardedDataParallel above {label} ({type(model).__name__}), "
+                    "which owns its reduction. Pass the outermost FullyShardedDataParallel module instead."
                 )
 
 

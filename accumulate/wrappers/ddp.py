@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from .._errors import AccumulateError, UnsupportedWrapperError
 from .._sync import SyncControl
@@ -92,6 +93,7 @@ class DDPControl(SyncControl):
             self.hooks.append(module.module.register_forward_hook(self._after_inner_forward))
 
     @property
+    @override
     def groups(self) -> tuple[ProcessGroup, ...]:
         return (self.ddp.process_group,)
 
@@ -179,6 +181,7 @@ class DDPControl(SyncControl):
 
     # -- SyncControl --------------------------------------------------------------------------------------------------
 
+    @override
     def begin(self, reduce: bool) -> None:
         if self.ddp._join_config.enable:
             self._refuse("an enclosing join()", "a rank that joined early loses its open window")
@@ -186,6 +189,7 @@ class DDPControl(SyncControl):
         self._armed = 0
         self._blocks.append(reduce)
 
+    @override
     def end(self) -> None:
         self._blocks.pop()
         for arm in self._cycles:
@@ -194,6 +198,7 @@ class DDPControl(SyncControl):
             arm.blocks_left = max(0, arm.blocks_left - 1)
         self._cycles = [arm for arm in self._cycles if arm.outputs is not None]
 
+    @override
     def finish(self) -> bool:
         if not self._armed:
             return all(p.grad is None for p in self.ddp.parameters())
@@ -208,6 +213,7 @@ class DDPControl(SyncControl):
             ) from error
         return True
 
+    @override
     def flush(self) -> None:
         params = self._reduced_parameters()
         outputs: list[Tensor] = []
@@ -234,6 +240,7 @@ class DDPControl(SyncControl):
         known = {id(p) for bucket in buckets for p in bucket.parameters()}
         return [p for p in self.ddp.module.parameters() if id(p) in known]
 
+    @override
     def reset(self) -> None:
         try:
             self.ddp.reducer._check_reducer_finalized()

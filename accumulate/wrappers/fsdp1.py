@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback, _post_backward_hook
+from typing_extensions import override
 
 from .._errors import AccumulateError, UnsupportedWrapperError
 from .._sync import SyncControl
@@ -49,6 +50,7 @@ class FSDP1Control(SyncControl):
         self.hooks = [module.register_forward_hook(self._after_forward)]
 
     @property
+    @override
     def groups(self) -> tuple[ProcessGroup, ...]:
         between_nodes = getattr(self.fsdp, "_inter_node_pg", None)  # HYBRID_SHARD only
         return tuple(group for group in (self.fsdp.process_group, between_nodes) if group is not None)
@@ -61,6 +63,7 @@ class FSDP1Control(SyncControl):
         self.disturbed = True
         return torch.zeros_like(grad) if self.drop else None
 
+    @override
     def begin(self, reduce: bool) -> None:
         if self._instances[0]._is_root is False:
             raise UnsupportedWrapperError(
@@ -75,6 +78,7 @@ class FSDP1Control(SyncControl):
             for module in self._instances:
                 module._sync_gradients = False
 
+    @override
     def end(self) -> None:
         for module, flag in zip(self._instances, self._flags.pop(), strict=True):
             module._sync_gradients = flag
@@ -94,6 +98,7 @@ class FSDP1Control(SyncControl):
         cleared = handle._use_orig_params and all(p is None or p.grad is None for p in flat._params)
         return -1 if flat.grad is None or cleared else int(flat.grad._version)
 
+    @override
     def finish(self) -> bool:
         handles = zip(self._handles, self._versions, strict=True)
         return all(self._reduced(handle, version) for handle, version in handles)
@@ -108,6 +113,7 @@ class FSDP1Control(SyncControl):
             return bool(flat.grad.size() == flat._local_shard.size())
         return bool(self._instances[0]._sync_gradients and flat.grad._version != version_before)
 
+    @override
     def flush(self) -> None:
         for module in reversed(self._instances):
             handle = module._handle
@@ -117,6 +123,7 @@ class FSDP1Control(SyncControl):
                 _post_backward_hook(module, handle, handle.flat_param)
         _post_backward_final_callback(self._instances[0], self.fsdp)
 
+    @override
     def reset(self) -> None:
         if not self._idle():
             raise AccumulateError(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from .._errors import UnsupportedWrapperError
 from .._sync import SyncControl
@@ -58,6 +59,7 @@ class FSDP2Control(SyncControl):
         self.hooks = [module.register_forward_hook(self._after_forward)]
 
     @property
+    @override
     def groups(self) -> tuple[ProcessGroup, ...]:
         info = self._param_groups[0].mesh_info
         names = ("shard_process_group", "replicate_process_group")
@@ -72,6 +74,7 @@ class FSDP2Control(SyncControl):
         self.disturbed = True
         return torch.zeros_like(grad) if self.drop else None
 
+    @override
     def begin(self, reduce: bool) -> None:
         if _state(self.module)._is_root is False:
             raise UnsupportedWrapperError(
@@ -84,6 +87,7 @@ class FSDP2Control(SyncControl):
         for group in groups:
             group.reduce_grads = group.all_reduce_grads = group.reshard_after_backward = False
 
+    @override
     def end(self) -> None:
         flags = self._flags.pop()
         for group, (reduce, all_reduce, reshard) in zip(self._param_groups, flags, strict=False):
@@ -96,6 +100,7 @@ class FSDP2Control(SyncControl):
         if state._state_ctx.iter_forward_root is not None or state._training_state.name != "IDLE":
             self.disturbed = True  # an exception in the middle of forward
 
+    @override
     def finish(self) -> bool:
         for group in self._param_groups:
             group.reshard()  # parameters left unsharded would miss the optimizer's update, silently
@@ -108,6 +113,7 @@ class FSDP2Control(SyncControl):
         waiting = unsharded is not None and unsharded.grad is not None
         return waiting or param.unsharded_accumulated_grad is not None
 
+    @override
     def flush(self) -> None:
         # What torch's own pipeline schedules do at the end of a step.
         for group in reversed(self._param_groups):
@@ -115,6 +121,7 @@ class FSDP2Control(SyncControl):
         _state(self.module)._root_post_backward_final_callback()
         self.finish()
 
+    @override
     def reset(self) -> None:
         for group in self._param_groups:
             group._partial_reduce_output = None
