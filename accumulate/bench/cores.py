@@ -8,9 +8,7 @@ from pathlib import Path
 
 def cores() -> list[int]:
     """The CPUs that this process may use, one of each physical core first, then their hyper-threads."""
-    if not hasattr(
-        os, "sched_getaffinity"
-    ):  # macOS and Windows have no affinity: let the system place the ranks
+    if not hasattr(os, "sched_getaffinity"):  # macOS and Windows have no affinity: let the system place the ranks
         return list(range(os.cpu_count() or 1))
     usable = sorted(os.sched_getaffinity(0))
     return sorted(usable, key=lambda cpu: (_siblings(cpu, usable).index(cpu), cpu))

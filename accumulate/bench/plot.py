@@ -23,9 +23,7 @@ def missing() -> str | None:
 
 def save(result: Result, path: str) -> None:
     """Write the picture to ``path``."""
-    figure = importlib.import_module("matplotlib.figure").Figure(
-        figsize=(7, 4.2), layout="constrained", dpi=150
-    )
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 4.2), layout="constrained", dpi=150)
     axes = figure.subplots()
     steps = list(result.options.steps)
     for mode, marker in zip(REDUCING, ("v", "s", "o"), strict=True):
@@ -38,9 +36,7 @@ def save(result: Result, path: str) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("micro-batches per window (steps)")
     axes.set_ylabel("efficiency against 1 process, %")
-    axes.set_title(
-        f"{result.options.wrapper.upper()} over {result.options.backend}, {result.options.ranks} ranks"
-    )
+    axes.set_title(f"{result.options.wrapper.upper()} over {result.options.backend}, {result.options.ranks} ranks")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, format="png")

@@ -27,10 +27,7 @@ def table(result: Result) -> str:
     if not any(cell.traffic.gathered for cell in result.cells):
         rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(_align(index, text, widths[index]) for index, text in enumerate(row)).rstrip()
-        for row in rows
-    ]
+    lines = ["  ".join(_align(index, text, widths[index]) for index, text in enumerate(row)).rstrip() for row in rows]
     body = "\n".join([*lines[:2], "-" * max(map(len, lines)), *lines[2:]])
     return "\n\n".join([_heading(result), body, "\n".join(notes(result)), *warnings(result)])
 

@@ -55,9 +55,7 @@ def build(options: Options, rank: int, folder: Path) -> Callable[[object], objec
         torch.set_num_threads(1)
         pin(rank)
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if (
-        loopback
-    ):  # all ranks are on this machine, and gloo's own guess fails where the host name does not resolve
+    if loopback:  # all ranks are on this machine, and gloo's own guess fails where the host name does not resolve
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     dist.init_process_group(
         options.backend,
@@ -79,9 +77,7 @@ class _Rank:
         self.plain = self._model()
         self.wrapped = _wrap(self._model(), options)
         models = (self.plain, self.wrapped)
-        self.optimizers = {
-            model: torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True) for model in models
-        }
+        self.optimizers = {model: torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True) for model in models}
 
     def __call__(self, request: object) -> object:
         if isinstance(request, Job):
