@@ -81,8 +81,9 @@ def train(
 def deviation(actual: Tensor, expected: Tensor) -> float:
     """The largest difference, in units of the largest expected value."""
     assert actual.shape == expected.shape, f"{tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    actual, expected = actual.detach().double(), expected.detach().double()
     size = float(expected.abs().max())
-    difference = float((actual.double() - expected.double()).abs().max())
+    difference = float((actual - expected).abs().max())
     return difference / size if size > 0 else difference
 
 

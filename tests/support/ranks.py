@@ -36,7 +36,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-__all__ = ["TORCH_WARNINGS", "Pool", "RankError", "Worker", "stop"]
+__all__ = ["TORCH_WARNINGS", "Pool", "RankError", "Worker", "on_ranks", "stop"]
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ def _function(job: _Job) -> Callable[..., object]:
     found: object = _module(job.file)
     for part in job.qualname.split("."):
         found = getattr(found, part)
-    return cast("Callable[..., object]", found)
+    return cast("Callable[..., object]", getattr(found, "each_rank", found))
 
 
 def _strict_warnings() -> None:
@@ -105,8 +105,15 @@ def _strict_warnings() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
+_RETIRED: list[dist.ProcessGroup] = []
+"""The group of the last run. Its destructor joins gloo's threads while it holds the GIL, and deadlocks if one of them is about
+to take the GIL to release the last collective (seen with torch 2.13). So it has to wait until those threads are idle."""
+
+
 def _work(job: _Job) -> object:
     """Run the job as its rank in a fresh default process group."""
+    _RETIRED.clear()
+    gc.collect()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     dist.init_process_group(
@@ -121,10 +128,11 @@ def _work(job: _Job) -> object:
         dist.barrier()  # no rank leaves the group while another still needs its answer
         return result
     finally:
+        if dist.group.WORLD is not None:
+            _RETIRED.append(dist.group.WORLD)
         dist.destroy_process_group()
         if "torch._dynamo" in sys.modules:
             sys.modules["torch._dynamo"].reset()
-        gc.collect()
 
 
 def _outcome(job: _Job) -> tuple[bool, bytes]:
@@ -203,6 +211,27 @@ def stop(team: list[Worker]) -> None:
     """End these workers and forget them."""
     while team:
         team.pop().kill()
+
+
+def on_ranks(world: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that asserts on each of ``world`` ranks; its parameters can be parametrized as usual.
+
+    Inside, ``dist.get_rank()`` tells the ranks apart.
+    """
+
+    def decorate(fn: Callable[..., None]) -> Callable[..., None]:
+        def test(ranks: Callable[[int], Pool], **arguments: object) -> None:
+            ranks(world).run(fn, *(arguments[name] for name in names))
+
+        parameters = list(inspect.signature(fn).parameters.values())
+        names = [parameter.name for parameter in parameters]
+        shared = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(test, attribute, getattr(fn, attribute))
+        test.__dict__.update(fn.__dict__, __signature__=inspect.Signature([shared, *parameters]), each_rank=fn)
+        return test
+
+    return decorate
 
 
 class Pool:
