@@ -55,11 +55,7 @@ class Row:
     def __str__(self) -> str:
         ratio = f"{self.ours / self.hand:.2f}" if self.hand else "-"
         what = "more" if self.difference else "ours"
-        verdict = (
-            f"{'met' if self.met else 'MISSED'}: {what} <= {self.limit:g}"
-            if self.limit < float("inf")
-            else ""
-        )
+        verdict = f"{'met' if self.met else 'MISSED'}: {what} <= {self.limit:g}" if self.limit < float("inf") else ""
         columns = f"{self.hand:8.2f} {self.ours:8.2f} {self.ours - self.hand:+8.2f} {ratio:>6}"
         return f"{self.name:46} {columns} {self.unit:4} {verdict}".rstrip()
 
@@ -220,11 +216,7 @@ def fsdp2_flags(blocks: int = 160, times: int = 300) -> list[Row]:
             pass
         ours.append(1e3 * (time.perf_counter() - start))
     count = sum(1 for _ in model.modules())
-    return [
-        Row(
-            f"FSDP2: flags of {count} modules, set and put back", "ms", median(hand), median(ours), 0.3, False
-        )
-    ]
+    return [Row(f"FSDP2: flags of {count} modules, set and put back", "ms", median(hand), median(ours), 0.3, False)]
 
 
 def import_time(times: int = 5) -> list[Row]:
@@ -268,13 +260,9 @@ def spawned(world: int, windows: int) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
-    parser.add_argument(
-        "--windows", type=int, default=400, help=f"of {STEPS} micro-batches a loop (default: 400)"
-    )
+    parser.add_argument("--windows", type=int, default=400, help=f"of {STEPS} micro-batches a loop (default: 400)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'':46} {'by hand':>8} {'ours':>8} {'more':>8} {'ratio':>6}")

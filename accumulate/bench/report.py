@@ -14,6 +14,7 @@ from accumulate.bench.cores import cores
 from accumulate.bench.measure import NOISY, Cell, Result
 from accumulate.bench.plan import ACCUMULATE, HAND, ONE, SILENT
 
+LOW = 0.75  # a ceiling below this makes a warning
 COLUMNS = ("steps", "", "micro-batches/s", "efficiency", "spread", "reduced", "gathered")
 UNDER = ("", "", "per process", "", "", "per window", "per window")
 
@@ -66,6 +67,12 @@ def warnings(result: Result) -> list[str]:
             f"{len(noisy)} of {len(result.cells)} rows\n  differ by more than {NOISY:.0%} between rounds; "
             f"worst: {worst.mode.label(ranks)}, {worst.steps} steps, {worst.spread:.0%}.\n"
             "  Stop other programs and run it again, with more --rounds."
+        )
+    ceiling = result.cell(SILENT, result.options.steps[-1]).efficiency
+    if ranks <= usable and ceiling < LOW:
+        found.append(
+            f"WARNING: processes that reduce nothing reach only {ceiling:.0%} of one alone. Other programs\n"
+            "  use the cores, or memory is the limit: the efficiencies say more about that than about reducing."
         )
     if result.options.device == "cpu" and ranks > usable:
         found.append(f"WARNING: {ranks} ranks share {usable} core(s): the rates say nothing about scaling.")

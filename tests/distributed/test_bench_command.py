@@ -44,9 +44,7 @@ def bench(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_the_table_and_the_json_hold_every_mode_with_the_bytes_that_were_reduced(
-    wrapper: str, tmp_path: Path
-) -> None:
+def test_the_table_and_the_json_hold_every_mode_with_the_bytes_that_were_reduced(wrapper: str, tmp_path: Path) -> None:
     ended = bench(*SHORT, "--wrapper", wrapper, "--json", "out.json", folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
     for row in (
@@ -63,9 +61,7 @@ def test_the_table_and_the_json_hold_every_mode_with_the_bytes_that_were_reduced
     assert document["rounds"] == 2
     assert document["wrapper"] == wrapper
     gradients = document["model"]["gradient_bytes"]
-    counted = {
-        (entry["mode"], entry["steps"]): entry["reduced_bytes_per_window"] for entry in document["results"]
-    }
+    counted = {(entry["mode"], entry["steps"]): entry["reduced_bytes_per_window"] for entry in document["results"]}
     assert counted == {
         **{("one_process", steps): 0 for steps in (1, 2)},
         **{("reduce_every", steps): steps * gradients for steps in (1, 2)},
@@ -103,9 +99,7 @@ def running(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     errors = folder / "stderr"
     with (
         errors.open("w") as stream,
-        subprocess.Popen(
-            [*COMMAND, *ENDLESS], stdout=subprocess.PIPE, stderr=stream, text=True, cwd=folder
-        ) as parent,
+        subprocess.Popen([*COMMAND, *ENDLESS], stdout=subprocess.PIPE, stderr=stream, text=True, cwd=folder) as parent,
     ):
         try:
             deadline = time.monotonic() + 40
@@ -157,9 +151,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_one_message(tmp_path: Path) -> 
 
 @linux
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_stops_its_ranks_and_says_so(
-    number: signal.Signals, status: int, tmp_path: Path
-) -> None:
+def test_an_interrupted_run_stops_its_ranks_and_says_so(number: signal.Signals, status: int, tmp_path: Path) -> None:
     with running(tmp_path) as (parent, ranks):
         assert len(ranks) == 2
         parent.send_signal(number)

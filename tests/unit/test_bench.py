@@ -89,9 +89,7 @@ def test_the_model_predicts_a_token_from_earlier_ones_only() -> None:
     changed = tokens.clone()
     changed[0, 3] = 2
     model(tokens), model(changed)
-    torch.testing.assert_close(
-        rows[0][:, :4], rows[1][:, :4]
-    )  # position 3 predicts token 3: it cannot see it
+    torch.testing.assert_close(rows[0][:, :4], rows[1][:, :4])  # position 3 predicts token 3: it cannot see it
     assert (rows[0][:, 4:] - rows[1][:, 4:]).abs().max() > 1e-4
 
 
@@ -128,9 +126,7 @@ def test_the_counter_sees_payloads_and_tells_reductions_from_gathers(tmp_path: P
         with CollectiveCounter() as counter:
             dist.all_reduce(torch.zeros(10))
             dist.reduce_scatter_tensor(torch.zeros(6), torch.zeros(6))
-            dist.all_gather_into_tensor(
-                torch.zeros(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
-            )
+            dist.all_gather_into_tensor(torch.zeros(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64))
             dist.broadcast(torch.zeros(100), 0)
     finally:
         dist.destroy_process_group()
@@ -147,16 +143,16 @@ def test_a_sample_holds_at_least_four_micro_batches() -> None:
     assert [windows(steps) for steps in (1, 2, 3, 4, 32)] == [4, 2, 2, 1, 1]
 
 
-def result(*, rate: float = 5.0, rounds: int = 2, ranks: int = 1) -> Result:
+def result(*, rate: float = 5.0, rounds: int = 2, ranks: int = 1, ceiling: float = 9.0) -> Result:
     options = Options(ranks=ranks, steps=(1, 4))
     cells = [Cell(mode, steps) for mode, steps in options.cells()]
     for cell in cells:
         cell.rates = [10.0, 10.0][:rounds] if cell.mode == ONE else [5.0, rate][:rounds]
+        if cell.mode == SILENT:
+            cell.rates = [ceiling, ceiling][:rounds]
         cell.efficiencies = [one / 10.0 for one in cell.rates]
         if cell.mode in REDUCING:
-            cell.traffic = Traffic(
-                reduced=4_000_000 * (cell.steps if cell.mode == EVERY else 1), reductions=1
-            )
+            cell.traffic = Traffic(reduced=4_000_000 * (cell.steps if cell.mode == EVERY else 1), reductions=1)
     return Result(options, Facts(1_000_000, "numbers", "CPU", 2.0), cells, seconds=3.0, final_loss=1.0)
 
 
@@ -175,11 +171,13 @@ def test_a_gathered_column_appears_only_if_something_was_gathered() -> None:
     assert "7.0 MB" in report.table(found)
 
 
-@pytest.mark.parametrize(
-    ("rate", "rounds", "said"), [(9.0, 2, "too noisy to trust"), (5.0, 1, "one round only")]
-)
+@pytest.mark.parametrize(("rate", "rounds", "said"), [(9.0, 2, "too noisy to trust"), (5.0, 1, "one round only")])
 def test_a_result_that_cannot_be_trusted_is_marked(rate: float, rounds: int, said: str) -> None:
     assert any(said in line for line in report.warnings(result(rate=rate, rounds=rounds)))
+
+
+def test_a_ceiling_that_other_programs_lower_is_marked() -> None:
+    assert any("reach only 40%" in line for line in report.warnings(result(ceiling=4.0)))
 
 
 def test_a_quiet_result_has_no_warning_and_too_many_ranks_have_one() -> None:
