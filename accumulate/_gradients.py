@@ -56,6 +56,11 @@ class Gradients:
         self.named = list(model.named_parameters())
         self.params = [param for _, param in self.named]
         self.parts = _partition(self.params, found)
+        hidden = {id(p) for _, c in found if c.hides_gradients for p in c.module.parameters()}
+        # Of hidden gradients one is enough: it appears if a backward outside any block has reduced them.
+        self._watched = [p for p in self.params if id(p) not in hidden] + [p for p in self.params if id(p) in hidden][
+            :1
+        ]
         self._versions: list[int] = []
 
     @property
@@ -65,11 +70,11 @@ class Gradients:
 
     def remember(self) -> None:
         """Note the state of every gradient, so that ``changed`` can tell what happened since."""
-        self._versions = _versions(self.params)
+        self._versions = _versions(self._watched)
 
     def changed(self) -> str | None:
         """What was done to the gradients since ``remember``, in words; None if nothing was."""
-        now = _versions(self.params)
+        now = _versions(self._watched)
         if now == self._versions:
             return None
         cleared = any(before >= 0 > after for before, after in zip(self._versions, now, strict=True))

@@ -39,6 +39,8 @@ class SyncControl(ABC):
     must_run_backward = False
     """True while every backward has collectives, so that a rank cannot leave out a micro-batch of weight
     0."""
+    hides_gradients = False
+    """True if the sums of an open window are not in ``.grad``, so that there is nothing to watch there."""
     shard_group: ProcessGroup | None = None
     """The group over which ``.grad`` is split without being a DTensor (FSDP1), else None."""
 

@@ -44,8 +44,8 @@ class Tally:
             raise WindowError(_mixed(weight))
         if self.terms and not _agree(self._micro_weight, weight):
             raise WindowError(
-                f"two losses of one micro-batch have the weights {self._micro_weight!r} and {weight!r}; they are terms of "
-                "one sum, so give them the same weight, or use one step() block for each."
+                f"two losses of one micro-batch have the weights {self._micro_weight!r} and {weight!r}; they are terms "
+                "of one sum, so give them the same weight, or use one step() block for each."
             )
         self._micro_weight = weight
         self.terms += 1

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["hook_outputs", "tensors_in"]
+__all__ = ["Grads", "hook_outputs", "tensors_in", "zeros_like"]
+
+Grads: TypeAlias = "Tensor | tuple[Tensor | None, ...]"
+"""What a tensor's hook gets, or a graph node's pre-hook."""
+
+
+def zeros_like(grads: Grads) -> Grads:
+    """Zeros in the place of each gradient, so that nothing of a dropped micro-batch enters the module."""
+    if isinstance(grads, Tensor):
+        return torch.zeros_like(grads)
+    return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
 
 
 def tensors_in(output: object) -> list[Tensor]:

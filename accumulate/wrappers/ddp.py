@@ -13,48 +13,30 @@ its forward would have, unless a micro-batch off the boundary is open.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import Function
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from .._errors import AccumulateError, UnsupportedWrapperError
+from .._errors import AccumulateError
 from .._sync import SyncControl
-from ._outputs import tensors_in
+from ._ddp_reducer import reduce_all, refuse_options, refused
+from ._outputs import Grads, tensors_in, zeros_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch.autograd.graph import Node
     from torch.distributed import ProcessGroup
+    from torch.utils.hooks import RemovableHandle
 
 __all__ = ["DDPControl"]
 
 
-class _Reduce(Function):
-    """A backward that hands gradients to a DDP module's reducer by parameter index, as autograd's hooks
-    would."""
-
-    @staticmethod
-    def forward(ctx: Any, seed: Tensor, module: DistributedDataParallel, indices: list[int]) -> Tensor:
-        ctx.module, ctx.indices = module, indices
-        return seed.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        reducer = ctx.module.reducer
-        if ctx.module.static_graph:
-            reducer._delay_all_reduce()
-        else:
-            for index in reversed(ctx.indices):
-                reducer._autograd_hook(index)
-        return grads[0], None, None
-
-
 class _Arm:
-    """The tensor hook of one forward: arms the reducer when backward reaches that forward's outputs."""
+    """The hook of one forward that holds what ``find_unused_parameters`` searches when backward reaches it."""
 
     __slots__ = ("blocks_left", "control", "outputs")
 
@@ -63,9 +45,9 @@ class _Arm:
         self.outputs: list[Tensor] | None = outputs
         self.blocks_left = 2
 
-    def __call__(self, grad: Tensor) -> Tensor | None:
+    def __call__(self, grads: Grads) -> Grads | None:
         self.blocks_left = 0
-        return self.control.backward_reached(self.outputs, grad)
+        return self.control.backward_reached(self.outputs, grads)
 
 
 @final
@@ -75,7 +57,7 @@ class DDPControl(SyncControl):
     def __init__(self, module: DistributedDataParallel) -> None:
         super().__init__(module)
         self.ddp = module
-        self._refuse_options()
+        refuse_options(module)
         self._blocks: list[bool] = []
         self._armed = 0
         self._task = -1
@@ -83,7 +65,9 @@ class DDPControl(SyncControl):
         self._deferred = False
         self._inner_outputs: list[Tensor] = []
         self._cycles: list[_Arm] = []
-        self._hook = partial(self.backward_reached, [])
+        self._late: list[Node] = []
+        self._leaves: list[RemovableHandle] = []
+        self._reached = partial(self.backward_reached, [])
         self._attributes = vars(module)  # nn.Module.__setattr__ takes 3 us
         self.hooks = [
             module.register_forward_pre_hook(self._before_forward),
@@ -96,25 +80,6 @@ class DDPControl(SyncControl):
     @override
     def groups(self) -> tuple[ProcessGroup, ...]:
         return (self.ddp.process_group,)
-
-    def _refuse_options(self) -> None:
-        ddp = self.ddp
-        if getattr(ddp, "_delay_all_reduce_params", None):
-            self._refuse("delay_all_reduce_named_params", "those parameters are reduced whatever no_sync says")
-        if getattr(ddp, "skip_all_reduce_unused_params", False) and self._logged("bucket_sizes").count(",") > 0:
-            self._refuse("skip_all_reduce_unused_params", "with several buckets ranks would skip different ones")
-        if getattr(ddp, "_use_python_reducer", False):
-            self._refuse("the python reducer of compiled autograd", "it has no reducer to steer")
-
-    def _refuse(self, option: str, reason: str) -> None:
-        raise UnsupportedWrapperError(
-            f"DistributedDataParallel with {option} gives wrong gradients under accumulation: {reason}. "
-            "Construct DistributedDataParallel without it."
-        )
-
-    def _logged(self, key: str) -> str:
-        data: dict[str, object] = self.ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch's, untyped
-        return str(data.get(key, ""))
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -138,28 +103,39 @@ class DDPControl(SyncControl):
             self._attributes["require_backward_grad_sync"] = self._flag
         if not self._flag or not torch.is_grad_enabled():
             return
-        hook: Callable[[Tensor], Tensor | None] = self._hook
+        hook: Callable[[Grads], Grads | None] = self._reached
         if not self._deferred:
             hook = self.count_armed
         elif inner:
             hook = _Arm(self, inner)
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's, untyped
+                self._hang(hook, tensor)
                 if isinstance(hook, _Arm) and any(tensor is held for held in inner):
                     # DDP's identity does not look into dataclasses: this hook holds the tensor it hangs on. The garbage
                     # collector cannot see such a cycle, so ``end`` breaks it.
                     self._cycles.append(hook)
 
+    def _hang(self, hook: Callable[[Grads], Grads | None], tensor: Tensor) -> None:
+        """Let ``hook`` know when backward reaches this output, by the cheapest means."""
+        if torch.compiler.is_compiling():  # dynamo knows hooks on tensors only
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's, untyped
+        elif tensor.grad_fn is None:  # a parameter as output, which would gather a hook with each forward
+            self._leaves.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]  # torch's, untyped
+        elif False in self._blocks and hook is self._reached:
+            self._late.append(tensor.grad_fn)  # a backward in this block must not reduce, so it needs no hook yet
+        else:
+            tensor.grad_fn.register_prehook(hook)
+
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def count_armed(self, grad: Tensor) -> Tensor | None:
+    def count_armed(self, grads: Grads) -> Grads | None:
         """Backward reached a forward that DDP armed itself."""
         self.disturbed = True
         self._armed += 1
-        return torch.zeros_like(grad) if self.drop else None
+        return zeros_like(grads) if self.drop else None
 
-    def backward_reached(self, outputs: list[Tensor] | None, grad: Tensor) -> Tensor | None:
+    def backward_reached(self, outputs: list[Tensor] | None, grads: Grads) -> Grads | None:
         """Arm the reducer, once per backward, unless a micro-batch off the boundary is open."""
         self.disturbed = True
         task = torch._C._current_graph_task_id()
@@ -171,7 +147,7 @@ class DDPControl(SyncControl):
                     "block after its forward. Return a tuple or a dict, or run backward earlier."
                 )
             self._arm(outputs)
-        return torch.zeros_like(grad) if self.drop else None
+        return zeros_like(grads) if self.drop else None
 
     def _arm(self, outputs: list[Tensor]) -> None:
         self.ddp.reducer._rebuild_buckets()  # else a second backward in the first reduced window asserts
@@ -184,7 +160,7 @@ class DDPControl(SyncControl):
     @override
     def begin(self, reduce: bool) -> None:
         if self.ddp._join_config.enable:
-            self._refuse("an enclosing join()", "a rank that joined early loses its open window")
+            raise refused("an enclosing join()", "a rank that joined early loses its open window")
         self.disturbed = False
         self._armed = 0
         self._blocks.append(reduce)
@@ -192,6 +168,11 @@ class DDPControl(SyncControl):
     @override
     def end(self) -> None:
         self._blocks.pop()
+        for node in self._late:
+            node.register_prehook(self._reached)  # if backward is still to come, it decides then
+        for handle in self._leaves:
+            handle.remove()
+        self._late, self._leaves = [], []
         for arm in self._cycles:
             if arm.blocks_left == 0:
                 arm.outputs = None
@@ -215,30 +196,9 @@ class DDPControl(SyncControl):
 
     @override
     def flush(self) -> None:
-        params = self._reduced_parameters()
-        outputs: list[Tensor] = []
-        with torch.enable_grad():
-            if self.ddp.find_unused_parameters and not self.ddp.static_graph:
-                # What these aliases do not reach counts as unused: the reducer marks it ready itself, and only once.
-                outputs = [p.view_as(p) for p in params]
-                indices = [i for i, p in enumerate(params) if p.requires_grad]
-            else:
-                indices = list(range(len(params)))
-            self._armed = 0
-            self._arm(outputs)
-            seed = torch.zeros((), device=params[0].device, requires_grad=True)
-            _Reduce.apply(seed, self.ddp, indices).backward()  # type: ignore[no-untyped-call]  # torch's, untyped
+        self._armed = 0
+        reduce_all(self.ddp, self._arm)
         self.finish()
-
-    def _reduced_parameters(self) -> list[nn.Parameter]:
-        """The reducer's parameters in its own order."""
-        params: list[nn.Parameter] = self.ddp._build_params_for_reducer()[0]  # type: ignore[no-untyped-call]  # torch's
-        if len(params) == int(self._logged("num_parameter_tensors")):
-            return params
-        # Some were frozen since DDP was constructed; this costs a gradient-sized allocation for a moment.
-        buckets = self.ddp.reducer._get_zeros_like_grad_buckets()
-        known = {id(p) for bucket in buckets for p in bucket.parameters()}
-        return [p for p in self.ddp.module.parameters() if id(p) in known]
 
     @override
     def reset(self) -> None:

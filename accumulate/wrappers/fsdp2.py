@@ -49,6 +49,7 @@ class FSDP2Control(SyncControl):
 
     covers_subtree = True
     must_run_backward = True
+    hides_gradients = True
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
