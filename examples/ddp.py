@@ -42,9 +42,8 @@ def get_batch(update: int) -> tuple[Tensor, Tensor]:
     return text[starts + torch.arange(length)], text[starts[:, 0] + length]
 
 
-# -- model: the same weights in every process
 def build() -> nn.Sequential:
-    """A small network that predicts the next byte."""
+    """A small network that predicts the next byte; the same weights in every process."""
     torch.manual_seed(0)
     embed = nn.Sequential(nn.Embedding(256, 16), nn.Flatten())  # (batch, length * 16)
     return nn.Sequential(embed, nn.Linear(length * 16, 256), nn.GELU(), nn.Linear(256, 256))
