@@ -48,6 +48,7 @@ TORCH_WARNINGS = {
     "The `NO_SHARD` sharding strategy is deprecated": "users still have such models; tested for as long as torch offers it",
     "The .grad attribute of a Tensor that is not a leaf": "torch 2.13: dynamo asks each tensor that it traces for .grad",
     "find_unused_parameters=True was specified in DDP": "tests use that flag also where every parameter is used",
+    "`torch.jit.script_method` is deprecated": "torch 2.13: inductor's own modules use it when they are imported",
 }
 """Warnings of torch's own that are no fault of ours: the beginning of the message -> the reason to ignore it."""
 
