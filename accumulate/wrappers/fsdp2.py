@@ -9,6 +9,7 @@ of a window in its parameter groups, so this file reads private attributes (the 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -21,6 +22,7 @@ from ._outputs import hook_outputs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.utils.hooks import RemovableHandle
 
 __all__ = ["FSDP2Control"]
 
@@ -43,6 +45,19 @@ def _param_groups(module: nn.Module) -> list[Any]:
     return list(groups.values())
 
 
+def _was_used(group: Any) -> bool:
+    """Whether forward has gathered the group's parameters at least once."""
+    return any(hasattr(param, "_unsharded_param") for param in group.fsdp_params)
+
+
+def _upcast(param: Any, _: Tensor) -> None:
+    """Move the gradient that autograd has just accumulated into the sum in ``reduce_dtype``."""
+    if param.unsharded_accumulated_grad is None:
+        param.to_accumulated_grad_if_needed()
+    else:
+        param.accumulate_unsharded_grad_if_needed()
+
+
 @final
 class FSDP2Control(SyncControl):
     """FSDP2: no reduction off the boundary, parameters kept unsharded after such a backward."""
@@ -54,7 +69,9 @@ class FSDP2Control(SyncControl):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._param_groups = _param_groups(module)
+        self._unused = self._param_groups
         self._flags: list[list[tuple[bool, bool, bool]]] = []
+        self._upcasts: list[RemovableHandle] = []
         for group in self._param_groups:
             group.reshard()  # so that the module shows the sharded parameters, the ones that optimizers update
         self.hooks = [module.register_forward_hook(self._after_forward)]
@@ -73,6 +90,11 @@ class FSDP2Control(SyncControl):
     def backward_reached(self, grad: Tensor) -> Tensor | None:
         """Backward enters the wrapped module; a dropped micro-batch enters it with zeros."""
         self.disturbed = True
+        # torch 2.13: with reduce_grads off, a unit that forward has never used raises AttributeError after backward. It
+        # holds nothing to reduce.
+        self._unused = [group for group in self._unused if not _was_used(group)]
+        for group in self._unused if self._flags and self._flags[-1] else ():
+            group.reduce_grads = True  # until end()
         return torch.zeros_like(grad) if self.drop else None
 
     @override
@@ -87,10 +109,28 @@ class FSDP2Control(SyncControl):
         self._flags.append([(g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward) for g in groups])
         for group in groups:
             group.reduce_grads = group.all_reduce_grads = group.reshard_after_backward = False
+        if reduce:
+            self._upcast_first_gradients()
+
+    def _upcast_first_gradients(self) -> None:
+        """Let a parameter whose first gradient of the window comes at the boundary join the sums in ``reduce_dtype``.
+
+        torch 2.13 upcasts off the boundary only, and then asserts that a unit's gradients have one dtype.
+        """
+        for group in self._param_groups:
+            missing = [p for p in group.fsdp_params if p.unsharded_accumulated_grad is None]
+            if 0 < len(missing) < len(group.fsdp_params):
+                for param in missing:
+                    if param._unsharded_param.requires_grad:
+                        hook = partial(_upcast, param)
+                        self._upcasts.append(param._unsharded_param.register_post_accumulate_grad_hook(hook))
 
     @override
     def end(self) -> None:
         flags = self._flags.pop()
+        for handle in self._upcasts:
+            handle.remove()
+        self._upcasts = []
         for group, (reduce, all_reduce, reshard) in zip(self._param_groups, flags, strict=False):
             group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward = (
                 reduce,
