@@ -1,10 +1,11 @@
 """The conformance table: every arrangement of model and wrapper that the library promises to get right, one row each.
 
-A row says how to build the model, and how many gradient reductions torch itself makes for one synchronised backward. A new
-wrapper is one row here (and one adapter); ``test_conformance.py`` runs each row through the same battery.
+A row says how to build the model, and how many gradient reductions torch itself makes for one synchronised
+backward. A new wrapper is one row here (and one adapter); ``test_conformance.py`` runs each row through the
+same battery.
 
-The models are small, but every bucket of theirs has more elements than a sum of weights, so that both can be told apart.
-"""
+The models are small, but every bucket of theirs has more elements than a sum of weights, so that both can be
+told apart."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 __all__ = ["ARRANGEMENTS", "BY_NAME", "Arrangement"]
 
 
-# -- models ---------------------------------------------------------------------------------------------------------------
+# -- models -----------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -188,7 +189,7 @@ class Two(nn.Module):
         return torch.stack([model(x) for model in self.models])
 
 
-# -- wrappers -------------------------------------------------------------------------------------------------------------
+# -- wrappers ---------------------------------------------------------------------------------------------------------
 
 
 def ddp(model: nn.Module, **options: Any) -> nn.Module:
@@ -208,15 +209,11 @@ def ddp_hooked(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return cast("nn.Module", wrapped)
 
 
-def compress(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def compress(dtype: torch.dtype, bucket: Any) -> Any:
     """A communication hook: send the mean in fewer bits."""
     small = bucket.buffer().to(dtype).div_(dist.get_world_size())
-    sent = cast("Any", dist.all_reduce(small, async_op=True)).get_future()
-
-    def decompress(future: torch.futures.Future[Any]) -> Tensor:
-        return bucket.buffer().copy_(future.value()[0])
-
-    return cast("torch.futures.Future[Tensor]", sent.then(decompress))
+    work: Any = dist.all_reduce(small, async_op=True)
+    return work.get_future().then(lambda future: bucket.buffer().copy_(future.value()[0]))
 
 
 def ddp_power(model: nn.Module) -> nn.Module:
@@ -237,7 +234,8 @@ def ddp_power(model: nn.Module) -> nn.Module:
 def ddp_ignoring(model: nn.Module) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, IGNORED)
+    untyped: Any = DistributedDataParallel
+    untyped._set_params_and_buffers_to_ignore_for_model(model, IGNORED)
     return ddp(model)
 
 
@@ -260,9 +258,18 @@ def compiled(model: nn.Module) -> nn.Module:
     return cast("nn.Module", torch.compile(model, backend="aot_eager"))
 
 
+def first_plain(model: nn.Module) -> list[nn.Module]:
+    assert isinstance(model, Two)
+    return [model.models[0], ddp(model.models[1])]
+
+
+def both_wrapped(model: nn.Module) -> list[nn.Module]:
+    assert isinstance(model, Two)
+    return [ddp(part) for part in model.models]
+
+
 def fsdp1(model: nn.Module, strategy: str, use_orig_params: bool) -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-    from torch.distributed.fsdp import ShardingStrategy
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     options: Any = {
         "sharding_strategy": ShardingStrategy[strategy],
@@ -271,8 +278,8 @@ def fsdp1(model: nn.Module, strategy: str, use_orig_params: bool) -> nn.Module:
     }
     assert isinstance(model, Net)
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = FSDP(block, **options)
-    return FSDP(model, **options)
+        model.blocks[index] = FullyShardedDataParallel(block, **options)
+    return FullyShardedDataParallel(model, **options)
 
 
 def fsdp2(model: nn.Module, children_only: bool = False, mesh: tuple[int, ...] = (), **options: Any) -> nn.Module:
@@ -309,7 +316,7 @@ def replicated(model: nn.Module) -> nn.Module:
     return cast("nn.Module", replicate(model, mesh=mesh))
 
 
-# -- the table ------------------------------------------------------------------------------------------------------------
+# -- the table --------------------------------------------------------------------------------------------------------
 
 HOOK_CALLS: list[int] = []
 """The buckets that a counted hook was called with."""
@@ -396,9 +403,9 @@ class Arrangement:
     def parameters(self, model: Any) -> dict[str, Tensor]:
         """Every parameter, unsharded, by its name in the seed model."""
         if self.wrapper == "FSDP1":
-            from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+            from torch.distributed.fsdp import FullyShardedDataParallel
 
-            with FSDP.summon_full_params(model, writeback=False):
+            with FullyShardedDataParallel.summon_full_params(model, writeback=False):
                 return {name: p.detach().clone() for name, p in _named(model)}
         return {name: _full(p.detach()) for name, p in _named(model)}
 
@@ -511,17 +518,17 @@ ARRANGEMENTS: tuple[Arrangement, ...] = (
         "several",
         "several",
         "a list of a plain model and a DDP model; the plain one stays local",
-        lambda m: [m.models[0], ddp(m.models[1])],
+        first_plain,
         seed_class=Two,
         local=("models.0.",),
     ),
-    Arrangement(
-        "several-ddp", "several", "a list of two DDP models", lambda m: [ddp(part) for part in m.models], (2,), Two
-    ),
+    Arrangement("several-ddp", "several", "a list of two DDP models", both_wrapped, (2,), Two),
     Arrangement("fsdp1-full", _F1, "FULL_SHARD, flat parameters", lambda m: fsdp1(m, "FULL_SHARD", False), (3,)),
     Arrangement("fsdp1-full-orig", _F1, "FULL_SHARD, use_orig_params", lambda m: fsdp1(m, "FULL_SHARD", True), (3,)),
     Arrangement("fsdp1-grad-op", _F1, "SHARD_GRAD_OP", lambda m: fsdp1(m, "SHARD_GRAD_OP", False), (3,)),
-    Arrangement("fsdp1-grad-op-orig", _F1, "SHARD_GRAD_OP, use_orig_params", lambda m: fsdp1(m, "SHARD_GRAD_OP", True), (3,)),
+    Arrangement(
+        "fsdp1-grad-op-orig", _F1, "SHARD_GRAD_OP, use_orig_params", lambda m: fsdp1(m, "SHARD_GRAD_OP", True), (3,)
+    ),
     Arrangement("fsdp1-no-shard", _F1, "NO_SHARD", lambda m: fsdp1(m, "NO_SHARD", False), (3,)),
     Arrangement("fsdp1-no-shard-orig", _F1, "NO_SHARD, use_orig_params", lambda m: fsdp1(m, "NO_SHARD", True), (3,)),
     Arrangement("fsdp2", _F2, "fully_shard on the layers and the root", fsdp2, (3,)),
@@ -539,9 +546,13 @@ ARRANGEMENTS: tuple[Arrangement, ...] = (
         tolerance=5e-2,
         dtype=torch.float32,
     ),
-    Arrangement("fsdp2-compiled", _F2, "torch.compile around fully_shard", lambda m: compiled(fsdp2(m)), (3,), compiled=True),
+    Arrangement(
+        "fsdp2-compiled", _F2, "torch.compile around fully_shard", lambda m: compiled(fsdp2(m)), (3,), compiled=True
+    ),
     Arrangement("replicate", _F2, "replicate, the kind that is made of fully_shard", replicated, (3,)),
-    Arrangement("hsdp", "HSDP", "2 x 2: shards of two ranks, replicated twice", lambda m: fsdp2(m, mesh=(2, 2)), (6,), world=4),
+    Arrangement(
+        "hsdp", "HSDP", "2 x 2: shards of two ranks, replicated twice", lambda m: fsdp2(m, mesh=(2, 2)), (6,), world=4
+    ),
 )
 
 BY_NAME: dict[str, Arrangement] = {row.name: row for row in ARRANGEMENTS}

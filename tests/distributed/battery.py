@@ -5,14 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support.counting import Collectives
-from support.oracle import Term, gradient, train
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from distributed.arrangements import HOOK_CALLS, Arrangement, tensor_of
+from support.counting import Collectives
+from support.oracle import Term, gradient, train
 
-__all__ = ["LR", "Watch", "clear", "expected", "expected_local", "learning", "microbatch", "next_gradient", "split", "terms"]
+__all__ = [
+    "LR",
+    "Watch",
+    "clear",
+    "expected",
+    "expected_local",
+    "learning",
+    "microbatch",
+    "next_gradient",
+    "split",
+    "terms",
+]
 
 LR = 0.1
 
@@ -71,11 +82,12 @@ def learning(row: Arrangement, model: Any) -> list[nn.Parameter]:
 
 
 class Watch:
-    """``with Watch(row) as seen:`` counts gradient reductions in ``seen.reductions``, and sums of weights in ``seen.small``."""
+    """``with Watch(row) as seen:`` counts gradient reductions in ``seen.reductions``, and sums of weights in
+    ``seen.small``."""
 
     def __init__(self, row: Arrangement) -> None:
         self._row = row
-        self._mode = Collectives()
+        self._mode: Any = Collectives()
         self._calls = 0
 
     def __enter__(self) -> Self:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.oracle import mean_square, same
-from support.ranks import Pool
 from torch import Tensor
 
 from distributed.arrangements import ARRANGEMENTS, BY_NAME, Arrangement
 from distributed.battery import LR, Watch, clear, expected, expected_local, learning, microbatch, parts, split
+from support.oracle import mean_square, same
+from support.ranks import Pool
 
 SIZES = (3, 3, 3)
 
@@ -26,7 +26,7 @@ SIZES = (3, 3, 3)
 @contextlib.contextmanager
 def paused(model: Any) -> Iterator[None]:
     """What people write by hand around the micro-batches that do not close a window."""
-    modules = [m for part in parts(model) for m in part.modules()]
+    modules: list[Any] = [m for part in parts(model) for m in part.modules()]
     with ExitStack() as stack:
         for module in modules:
             kind = type(module).__name__
@@ -42,7 +42,8 @@ def by_hand(name: str) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], list
     row = BY_NAME[name]
     model = row.build()
     optimizer = torch.optim.SGD(learning(row, model), lr=LR)
-    gradients, counts = [], []
+    gradients: list[dict[str, Tensor]] = []
+    counts: list[list[int]] = []
     for window, size in enumerate(SIZES):
         counts.append([])
         for index in range(size):
@@ -66,7 +67,7 @@ def _one(row: Arrangement, model: Any, x: Tensor, y: Tensor, scale: float) -> in
 
 
 @pytest.mark.parametrize("name", [row.name for row in ARRANGEMENTS])
-def test_a_loop_by_hand_gives_the_oracles_gradient_and_the_tables_counts(name: str, ranks: Callable[[int], Pool]) -> None:
+def test_a_loop_by_hand_gives_the_oracles_gradient_and_the_counts(name: str, ranks: Callable[[int], Pool]) -> None:
     row = BY_NAME[name]
     for rank, (gradients, parameters, counts) in enumerate(ranks(row.world).run(by_hand, name)):
         references, after = expected(row, rank, SIZES, False)

@@ -1,4 +1,5 @@
-"""Case 30: compiled models are found, are not compiled again because of the library, and inductor agrees with the oracle."""
+"""Case 30: compiled models are found, are not compiled again because of the library, and inductor agrees with
+the oracle."""
 
 from __future__ import annotations
 
@@ -7,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.counting import Collectives
-from support.loops import data, everyone, feed, matches, rank
-from support.ranks import on_ranks
 from torch import nn
 
 from accumulate import Accumulator
 from distributed.arrangements import BY_NAME, ddp
+from support.counting import Collectives
+from support.loops import data, everyone, feed, matches, rank
+from support.ranks import on_ranks
 
 
 class Backend:

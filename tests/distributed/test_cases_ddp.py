@@ -1,4 +1,5 @@
-"""Cases from users of other training stacks: DistributedDataParallel on two ranks, and what holds without a wrapper there."""
+"""Cases from users of other training stacks: DistributedDataParallel on two ranks, and what holds without a
+wrapper there."""
 
 from __future__ import annotations
 
@@ -9,22 +10,26 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from support.counting import Collectives
-from support.loops import data, equal_on_ranks, everyone, feed, grads, loss_of, matches, plain_net, rank, whole
-from support.oracle import Term, gradient, same
-from support.ranks import RankError, Pool, on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from accumulate import AccumulateError, Accumulator, WindowError, no_sync
-from distributed.arrangements import Net, Nested, Shell, ddp
+from distributed.arrangements import Nested, Net, Shell, ddp
+from support.counting import Collectives
+from support.loops import data, equal_on_ranks, everyone, feed, grads, loss_of, matches, plain_net, rank, whole
+from support.oracle import Term, gradient, mean_square, same
+from support.ranks import Pool, RankError, on_ranks
+
+
+def square_and_absolute(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean() + (output - target).abs().mean()
 
 
 def run_backward(loss: Tensor, **options: bool) -> None:
     loss.backward(**options)  # type: ignore[no-untyped-call]  # torch does not annotate Tensor.backward
 
 
-# -- weighting ------------------------------------------------------------------------------------------------------------
+# -- weighting --------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -50,7 +55,8 @@ def test_case_10_all_weights_zero_on_one_rank_and_then_on_both(device_weight: bo
         for index in range(2):
             value = 0 if rank() in zero_ranks else 3
             with acc.step():
-                acc.backward(loss_of(model, data(rank(), index)), weight=torch.tensor(float(value)) if device_weight else value)
+                weight = torch.tensor(float(value)) if device_weight else value
+                acc.backward(loss_of(model, data(rank(), index)), weight=weight)
         assert acc.is_boundary
 
     window((1,))
@@ -76,7 +82,7 @@ def test_case_10_a_nan_loss_of_weight_zero_contributes_nothing() -> None:
     matches(model, plain_net(), [data(0, 0), data(0, 2), data(1, 0), data(1, 1)])
 
 
-# -- when to reduce -------------------------------------------------------------------------------------------------------
+# -- when to reduce ---------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -146,7 +152,7 @@ def test_case_14_one_forward_two_losses_two_backwards_at_the_boundary(find_unuse
                 acc.backward((output - y).square().mean(), retain_graph=True)
                 acc.backward((output - y).abs().mean())
         assert acc.is_boundary
-        reference = gradient(plain_net(), everyone(range(2)), loss=lambda o, y: (o - y).square().mean() + (o - y).abs().mean())
+        reference = gradient(plain_net(), everyone(range(2)), loss=square_and_absolute)
         same(grads(model), reference)
         equal_on_ranks(grads(model))
         model.zero_grad()
@@ -283,7 +289,7 @@ def test_no_sync_beside_an_accumulator_pauses_backward_wherever_forward_was() ->
     acc.close()
 
 
-# -- wrappers -------------------------------------------------------------------------------------------------------------
+# -- wrappers ---------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -318,16 +324,19 @@ def test_case_29_ddp_anywhere_in_the_model_reduces_right(shape: str) -> None:
 
 
 @on_ranks(2)
-def test_case_29_a_list_of_a_plain_and_a_wrapped_model() -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_case_29_a_list_of_a_plain_and_a_wrapped_model(weighted: bool) -> None:
     plain, wrapped = plain_net(1), ddp(plain_net(2))
     acc = Accumulator([plain, wrapped], 2)
+    terms = [[Term(*data(r, i)[:2], 1.0 + weighted * (3 * r + i)) for i in range(2)] for r in range(2)]
     with Collectives() as seen:
-        for index in range(2):
+        for term in terms[rank()]:
             with acc.step():
-                acc.backward(loss_of(plain, data(rank(), index)) + loss_of(wrapped, data(rank(), index)))
+                loss = loss_of(plain, term) + loss_of(wrapped, term)
+                acc.backward(loss, weight=term.weight if weighted else None)
     assert len(seen.reductions) == 1
-    matches(wrapped, plain_net(2), everyone(range(2)))
-    same(grads(plain), gradient(plain_net(1), [data(rank(), index) for index in range(2)]))
+    matches(wrapped, plain_net(2), [*terms[0], *terms[1]])
+    same(grads(plain), gradient(plain_net(1), terms[rank()]))  # its sums stay on its rank
 
 
 @on_ranks(2)
@@ -393,7 +402,7 @@ def test_case_52_generator_and_discriminator_have_accumulators_of_their_own() ->
     matches(disc, plain_net(2), [Term(plain_net(1)(t.x).detach(), t.y) for t in everyone(range(4))])
 
 
-# -- DDP's options --------------------------------------------------------------------------------------------------------
+# -- DDP's options ----------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -424,11 +433,11 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor, use: str) -> Tensor:
         x = torch.tanh(self.stem(x))
-        return sum((getattr(self, name)(x) for name in use), torch.zeros_like(x))
+        return torch.stack([self.a(x) if name == "a" else self.b(x) for name in use]).sum(0)
 
 
 def branch_loss(model: nn.Module, term: Term, use: str) -> Tensor:
-    return (model(term.x, use) - term.y).square().mean()
+    return mean_square(model(term.x, use), term.y)
 
 
 def branch_reference(plan: list[list[str]]) -> dict[str, Tensor]:
@@ -543,12 +552,11 @@ def test_buffers_are_broadcast_at_most_once_per_window() -> None:
     for _ in range(2):
         with Collectives() as seen:
             feed(acc, model, [data(rank(), index) for index in range(3)])
-        buffers = [one for one in seen.log if "broadcast" in one.kind and (one.dtype.is_floating_point or one.numel == 1)]
-        assert len([one for one in buffers if one.numel >= 16]) <= 1
+        assert len([one for one in seen.log if "broadcast" in one.kind and one.dtype.is_floating_point]) <= 1
         model.zero_grad()
 
 
-# -- exceptions, and after the library ------------------------------------------------------------------------------------
+# -- exceptions, and after the library --------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -672,13 +680,13 @@ def test_a_backward_outside_any_block_in_mid_window_is_an_error_at_the_next_bloc
         feed(acc, model, [data(rank(), 2)])
 
 
-# -- flush ----------------------------------------------------------------------------------------------------------------
+# -- flush ------------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_case_8_flush_with_unequal_counts_and_one_rank_without_any(options: dict[str, bool]) -> None:
-    model = ddp(plain_net(), **options)
+@pytest.mark.parametrize("option", ["", "gradient_as_bucket_view", "find_unused_parameters", "static_graph"])
+def test_case_8_flush_with_unequal_counts_and_one_rank_without_any(option: str) -> None:
+    model = ddp(plain_net(), **({option: True} if option else {}))
     acc = Accumulator(model, 4)
     feed(acc, model, [data(rank(), index) for index in range(4)])  # the first window, as static_graph needs one
     model.zero_grad()

@@ -1,9 +1,9 @@
 """The conformance battery: every arrangement, in every way of using it, gives the oracle's gradient and one reduction.
 
-``arrangements.py`` x {forward and backward inside the block, backward only} x {mean, weighted} x windows {of 1, of 3, of 3 and
-a short one closed by flush}. All uses of one arrangement travel to the ranks in one run, because a run costs more than a use;
-each use is a test of its own all the same. ``test_arrangements.py`` is the control: the same table without the library.
-"""
+``arrangements.py`` x {forward and backward inside the block, backward only} x {mean, weighted} x windows {of 1,
+of 3, of 3 and a short one closed by flush}. All uses of one arrangement travel to the ranks in one run, because
+a run costs more than a use; each use is a test of its own all the same. ``test_arrangements.py`` is the
+control: the same table without the library."""
 
 from __future__ import annotations
 
@@ -18,12 +18,23 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from support.oracle import mean_square, same
-from support.ranks import Pool
 from torch import Tensor
 
 from distributed.arrangements import ARRANGEMENTS, BY_NAME, Arrangement
-from distributed.battery import LR, Watch, clear, expected, expected_local, learning, microbatch, next_gradient, parts, split
+from distributed.battery import (
+    LR,
+    Watch,
+    clear,
+    expected,
+    expected_local,
+    learning,
+    microbatch,
+    next_gradient,
+    parts,
+    split,
+)
+from support.oracle import mean_square, same
+from support.ranks import Pool
 
 Seen = dict[str, Any]
 AFTER_CLOSE = 50
@@ -140,7 +151,7 @@ def use_all(name: str) -> list[Seen]:
     for use in USES:
         try:
             seen.append(use_once(BY_NAME[name], use))
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever it was, the test of this use shows it
             seen.append({"error": traceback.format_exc()})
         if BY_NAME[name].compiled:
             torch._dynamo.reset()
@@ -156,7 +167,7 @@ def seen(ranks: Callable[[int], Pool]) -> Callable[[str, Use], list[Seen]]:
         if name not in runs:
             try:
                 runs[name] = ranks(BY_NAME[name].world).run(use_all, name, timeout=240)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - raised below, once for each test
                 runs[name] = error
         run = runs[name]
         if isinstance(run, BaseException):

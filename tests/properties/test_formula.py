@@ -1,4 +1,5 @@
-"""Properties of the formula, on an unwrapped float64 model: whatever the data, the split, the order and the weights are."""
+"""Properties of the formula, on an unwrapped float64 model: whatever the data, the split, the order and the
+weights are."""
 
 from __future__ import annotations
 
@@ -6,11 +7,11 @@ from random import Random
 
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
-from support.loops import feed, grads, loss_of, plain_net
-from support.oracle import Term, gradient, same
 from torch import Tensor
 
 from accumulate import Accumulator
+from support.loops import feed, grads, loss_of, plain_net
+from support.oracle import Term, gradient, same
 
 # No deadline: the first example pays for torch's own initialisation. Derandomised: a red build must be red again.
 battery = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -28,8 +29,8 @@ def batch(seed: int, n: int) -> tuple[Tensor, Tensor]:
 
 def parts(seed: int, sizes: list[int]) -> list[Term]:
     """The batch of that seed, cut into micro-batches of these sizes that weigh what they hold."""
-    x, y = batch(seed, sum(sizes))
-    return [Term(a, b, float(len(a))) for a, b in zip(x.split(sizes), y.split(sizes), strict=True)]
+    pairs = zip(*(torch.split(whole, sizes) for whole in batch(seed, sum(sizes))), strict=True)
+    return [Term(x, y, float(len(x))) for x, y in pairs]
 
 
 def accumulated(terms: list[Term], weighted: bool = True, steps: int | None = None) -> dict[str, Tensor]:

@@ -1,9 +1,8 @@
 """Honest counts of collectives: what reached c10d, by kind and size, whoever issued it.
 
-A dispatch mode sees what DDP's C++ reducer sends as well; patching ``torch.distributed.*`` would not. Two limits, both
-measured: dynamo does not compile while a dispatch mode is active (count around the backward of a compiled model only), and the
-mode sees the calling thread only (on CPU that is where backward runs).
-"""
+A dispatch mode sees what DDP's C++ reducer sends as well; patching ``torch.distributed.*`` would not. Two
+limits, both measured: dynamo does not compile while a dispatch mode is active (count around the backward of a
+compiled model only), and the mode sees the calling thread only (on CPU that is where backward runs)."""
 
 from __future__ import annotations
 
@@ -36,11 +35,11 @@ class Collective(NamedTuple):
         return reducing and self.dtype.is_floating_point and self.numel > SCALARS
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate its base
     """``with Collectives() as seen:`` logs every c10d operation of the block in ``seen.log``."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.log: list[Collective] = []
 
     def __torch_dispatch__(
@@ -62,7 +61,8 @@ class Collectives(TorchDispatchMode):
 
     @property
     def small(self) -> list[Collective]:
-        """The collectives of at most ``SCALARS`` elements: sums of weights and counts, and what DDP says about buckets."""
+        """The collectives of at most ``SCALARS`` elements: sums of weights and counts, and what DDP says about
+        buckets."""
         return [entry for entry in self.log if entry.numel <= SCALARS]
 
     @property

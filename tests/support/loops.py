@@ -49,7 +49,9 @@ def loss_of(model: nn.Module, term: Term) -> Tensor:
     return mean_square(model(term.x), term.y)
 
 
-def feed(acc: Any, model: nn.Module, terms: Iterable[Term], weighted: bool = False, boundary: bool | None = None) -> None:
+def feed(
+    acc: Any, model: nn.Module, terms: Iterable[Term], weighted: bool = False, boundary: bool | None = None
+) -> None:
     """One ``step()`` block for each micro-batch, without any update."""
     for term in terms:
         with acc.step(boundary):

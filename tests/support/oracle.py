@@ -1,9 +1,10 @@
 """What the gradient must be: the formula of the library, computed plainly by one process in float64.
 
-    g = sum over ranks r and micro-batches i of w_ri * grad(l_ri), divided by the sum of w_ri      (no weight given: w_ri = 1)
+    g = sum over ranks r and micro-batches i of w_ri * grad(l_ri), divided by the sum of w_ri      (no weight
+    given: w_ri = 1)
 
-Nothing here knows windows that stay open, wrappers or ranks that talk: a window is a list of terms, all ranks' together.
-"""
+Nothing here knows windows that stay open, wrappers or ranks that talk: a window is a list of terms, all ranks'
+together."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def train(
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name in found and not name.startswith(keep):
-                    parameter -= lr * found[name]
+                    parameter.sub_(lr * found[name])
     return gradients, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 

@@ -1,15 +1,16 @@
-"""Real ranks for tests: persistent gloo workers that run a function of a test file and hand back what each rank returned.
+"""Real ranks for tests: persistent gloo workers that run a function of a test file and hand back what each rank
+returned.
 
 What forced this design:
 
-- Starting a process and importing torch takes seconds, a test takes milliseconds: workers are kept, and pools of several sizes
-  share them (worker i is rank i of every pool).
-- A run must not inherit from the run before it. Each run gets a *fresh default process group* over a file of its own, because
-  a collective that one rank never answered would otherwise be answered by the next test. Seeds, the default dtype and dynamo's
-  caches are put back as well. After a failure nothing can be trusted, so the workers of that run are killed and new ones start.
-- A failing test must say which rank did what: a traceback per rank, or the stack of a rank that hangs (faulthandler writes it
-  from a signal handler in C, so that a rank blocked in a collective answers too).
-"""
+- Starting a process and importing torch takes seconds, a test takes milliseconds: workers are kept, and pools
+  of several sizes share them (worker i is rank i of every pool).
+- A run must not inherit from the run before it. Each run gets a *fresh default process group* over a file of
+  its own, because a collective that one rank never answered would otherwise be answered by the next test.
+  Seeds, the default dtype and dynamo's caches are put back as well. After a failure nothing can be trusted, so
+  the workers of that run are killed and new ones start.
+- A failing test must say which rank did what: a traceback per rank, or the stack of a rank that hangs
+  (faulthandler writes it from a signal handler in C, so that a rank blocked in a collective answers too)."""
 
 from __future__ import annotations
 
@@ -41,12 +42,14 @@ __all__ = ["TORCH_WARNINGS", "Pool", "RankError", "Worker", "on_ranks", "stop"]
 T = TypeVar("T")
 
 START_SECONDS = 180.0
+RUN_SECONDS = float(os.environ.get("RANKS_SECONDS", "120"))
+"""How long a run may take where the test does not say; mutants.py, whose ranks hang on purpose, waits less."""
 GRACE_SECONDS = 4.0
 """How long the other ranks may take to report too, once one rank has failed."""
 
 TORCH_WARNINGS = {
-    "The `NO_SHARD` sharding strategy is deprecated": "users still have such models; tested for as long as torch offers it",
-    "The .grad attribute of a Tensor that is not a leaf": "torch 2.13: dynamo asks each tensor that it traces for .grad",
+    "The `NO_SHARD` sharding strategy is deprecated": "users have such models; tested for as long as torch offers it",
+    "The .grad attribute of a Tensor that is not a leaf": "torch 2.13: dynamo asks each tensor it traces for .grad",
     "find_unused_parameters=True was specified in DDP": "tests use that flag also where every parameter is used",
     "`torch.jit.script_method` is deprecated": "torch 2.13: inductor's own modules use it when they are imported",
 }
@@ -72,7 +75,7 @@ class _Job:
     timeout: float
 
 
-# -- in the worker --------------------------------------------------------------------------------------------------------
+# -- in the worker ----------------------------------------------------------------------------------------------------
 
 
 def _module(file: str) -> ModuleType:
@@ -107,8 +110,9 @@ def _strict_warnings() -> None:
 
 
 _RETIRED: list[dist.ProcessGroup] = []
-"""The group of the last run. Its destructor joins gloo's threads while it holds the GIL, and deadlocks if one of them is about
-to take the GIL to release the last collective (seen with torch 2.13). So it has to wait until those threads are idle."""
+"""The group of the last run. Its destructor joins gloo's threads while it holds the GIL, and deadlocks if one
+of them is about to take the GIL to release the last collective (seen with torch 2.13). So it has to wait until
+those threads are idle."""
 
 
 def _work(job: _Job) -> object:
@@ -141,7 +145,7 @@ def _outcome(job: _Job) -> tuple[bool, bytes]:
         _strict_warnings()
         try:
             return True, pickle.dumps(_work(job))
-        except BaseException:  # a rank reports whatever happened, SystemExit too
+        except BaseException:  # noqa: BLE001 - a rank reports whatever happened, SystemExit too
             return False, traceback.format_exc().encode()
 
 
@@ -162,7 +166,7 @@ def _serve(pipe: connection.Connection, stacks: str) -> None:
         pipe.send_bytes(pickle.dumps(_outcome(job)))
 
 
-# -- in the parent --------------------------------------------------------------------------------------------------------
+# -- in the parent ----------------------------------------------------------------------------------------------------
 
 
 class Worker:
@@ -244,12 +248,11 @@ class Pool:
         self.world = world
         self.team = [] if team is None else team
 
-    def run(self, fn: Callable[..., T], *args: object, timeout: float = 120.0) -> list[T]:
+    def run(self, fn: Callable[..., T], *args: object, timeout: float = RUN_SECONDS) -> list[T]:
         """``fn(*args)`` on every rank at once: each rank's result, or :class:`RankError`.
 
-        ``fn`` is found in the worker by its source file and qualified name; arguments and results are pickled. A rank that
-        has not returned after ``timeout`` seconds hangs.
-        """
+        ``fn`` is found in the worker by its source file and qualified name; arguments and results are pickled.
+        A rank that has not returned after ``timeout`` seconds hangs."""
         self._start()
         file, qualname = inspect.getsourcefile(fn), fn.__qualname__
         if file is None or "<" in qualname:
@@ -308,5 +311,9 @@ class Pool:
             return False, text.encode()
 
     def _stuck(self, ranks: Sequence[int], timeout: float, failures: dict[int, str]) -> dict[int, str]:
-        why = f"rank {min(failures)} failed and this rank did not return" if failures else f"no result after {timeout:g} s"
+        why = (
+            f"rank {min(failures)} failed and this rank did not return"
+            if failures
+            else f"no result after {timeout:g} s"
+        )
         return {rank: f"hangs: {why}; its stack:\n{self.team[rank].stack()}" for rank in ranks}

@@ -1,4 +1,7 @@
-"""What is wrong is refused at once: the right type of error, the user's value in it, the next action, and a model unharmed."""
+"""What is wrong is refused at once: the right type of error, the user's value in it, the next action, and a
+model unharmed."""
+
+# ruff: noqa: E501 - the table of mistakes reads best with one row on one line
 
 from __future__ import annotations
 
@@ -9,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.loops import data, feed, grads, loss_of, matches, plain_net
-from support.oracle import Term
 from torch import Tensor, nn
 
 from accumulate import (
@@ -22,6 +23,8 @@ from accumulate import (
     no_sync,
     register,
 )
+from support.loops import data, feed, grads, loss_of, matches, plain_net
+from support.oracle import Term
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ BAD = [
     Bad("steps True", lambda m: Accumulator(m, True), TypeError, (STEPS, "True", "int")),
     Bad("steps text", lambda m: Accumulator(m, "4"), TypeError, (STEPS, "'4'", "int")),  # type: ignore[arg-type]  # the mistake
     Bad("steps None", lambda m: Accumulator(m, None), TypeError, (STEPS, "None")),  # type: ignore[arg-type]  # the mistake
-    Bad("steps later", lambda m: setattr(Accumulator(m), "steps", 0), ValueError, (STEPS, "0")),  # noqa: B010 - a lambda cannot assign
+    Bad("steps later", lambda m: setattr(Accumulator(m), "steps", 0), ValueError, (STEPS, "0")),
     Bad("steps called", lambda m: feed(Accumulator(m, lambda i: 2.5), m, [data(0, 0)]), TypeError, (STEPS, "2.5")),  # type: ignore[arg-type, return-value]  # the mistake
     Bad("no module", lambda m: Accumulator("model"), TypeError, ("model", "'model'", "Module")),  # type: ignore[arg-type]  # the mistake
     Bad("no module in a list", lambda m: Accumulator([m, 3]), TypeError, ("3", "Module")),  # type: ignore[list-item]  # the mistake
@@ -118,18 +121,18 @@ BAD = [
     Bad("policy", lambda m: Accumulator(m, policy="fast"), ValueError, ("policy", "'fast'", "balanced")),
     Bad("group", lambda m: Accumulator(m, group=7), TypeError, ("group", "7", "ProcessGroup")),  # type: ignore[arg-type]  # the mistake
     Bad("boundary", lambda m: Accumulator(m).step(1), TypeError, ("boundary", "got 1", "None")),  # type: ignore[arg-type]  # the mistake
-    Bad("weight -1", inside(lambda a, l: a.backward(l, weight=-1)), ValueError, ("weight", NEGATIVE)),
-    Bad("weight nan", inside(lambda a, l: a.backward(l, weight=float("nan"))), ValueError, ("weight", "nan")),
-    Bad("weight inf", inside(lambda a, l: a.backward(l, weight=float("inf"))), ValueError, ("weight", "inf")),
-    Bad("weight vector", inside(lambda a, l: a.backward(l, weight=torch.ones(3))), ValueError, ("weight", "(3,)", "sum")),
-    Bad("weight text", inside(lambda a, l: a.backward(l, weight="3")), TypeError, ("weight", "'3'")),  # type: ignore[arg-type]  # the mistake
-    Bad("weight True", inside(lambda a, l: a.backward(l, weight=True)), TypeError, ("weight", "True")),
-    Bad("weight list", inside(lambda a, l: a.backward(l, weight=[3])), TypeError, ("weight", "[3]")),  # type: ignore[arg-type]  # the mistake
-    Bad("loss vector", inside(lambda a, l: a.backward(l.expand(4))), ValueError, ("loss", "(4,)", ".mean()")),
-    Bad("loss detached", inside(lambda a, l: a.backward(l.detach())), ValueError, ("loss", "require grad", "detach")),
-    Bad("loss number", inside(lambda a, l: a.backward(0.5)), TypeError, ("loss", "0.5", "tensor")),  # type: ignore[arg-type]  # the mistake
-    Bad("reduction", inside(lambda a, l: a.backward(l, 1, "max")), ValueError, ("reduction", "'max'", "mean")),
-    Bad("sum without weight", inside(lambda a, l: a.backward(l, reduction="sum")), ValueError, ("sum", "weight=")),
+    Bad("weight -1", inside(lambda acc, loss: acc.backward(loss, weight=-1)), ValueError, ("weight", NEGATIVE)),
+    Bad("weight nan", inside(lambda acc, loss: acc.backward(loss, weight=float("nan"))), ValueError, ("weight", "nan")),
+    Bad("weight inf", inside(lambda acc, loss: acc.backward(loss, weight=float("inf"))), ValueError, ("weight", "inf")),
+    Bad("weight vector", inside(lambda acc, loss: acc.backward(loss, weight=torch.ones(3))), ValueError, ("weight", "(3,)", "sum")),
+    Bad("weight text", inside(lambda acc, loss: acc.backward(loss, weight="3")), TypeError, ("weight", "'3'")),  # type: ignore[arg-type]  # the mistake
+    Bad("weight True", inside(lambda acc, loss: acc.backward(loss, weight=True)), TypeError, ("weight", "True")),
+    Bad("weight list", inside(lambda acc, loss: acc.backward(loss, weight=[3])), TypeError, ("weight", "[3]")),  # type: ignore[arg-type]  # the mistake
+    Bad("loss vector", inside(lambda acc, loss: acc.backward(loss.expand(4))), ValueError, ("loss", "(4,)", ".mean()")),
+    Bad("loss detached", inside(lambda acc, loss: acc.backward(loss.detach())), ValueError, ("loss", "require grad", "detach")),
+    Bad("loss number", inside(lambda acc, loss: acc.backward(0.5)), TypeError, ("loss", "0.5", "tensor")),  # type: ignore[arg-type]  # the mistake
+    Bad("reduction", inside(lambda acc, loss: acc.backward(loss, 1, "max")), ValueError, ("reduction", "'max'", "mean")),
+    Bad("sum without weight", inside(lambda acc, loss: acc.backward(loss, reduction="sum")), ValueError, ("sum", "weight=")),
     Bad("two weights", inside(two_weights), WindowError, ("2", "3", "same weight")),
     Bad("weighted, then not", mixed(2, None), WindowError, ("weight", "every")),
     Bad("not, then weighted", mixed(None, 2), WindowError, ("weight=2.0", "every")),
@@ -138,17 +141,17 @@ BAD = [
     Bad("scale outside", lambda m: Accumulator(m).scale(loss_of(m, data(0, 0))), WindowError, ("scale()", "acc.step()")),
     Bad("nested", twice, WindowError, ("step()", "leave that block")),
     Bad("one block twice", again, WindowError, ("step()",)),
-    Bad("flush inside", inside(lambda a, l: a.flush()), WindowError, ("flush()", "after the block")),
-    Bad("reset inside", inside(lambda a, l: a.reset()), WindowError, ("reset()", "after the block")),
-    Bad("close inside", inside(lambda a, l: a.close()), WindowError, ("block",)),
-    Bad("clip inside", inside(lambda a, l: a.clip_grad_norm_(1.0)), WindowError, ("clip_grad_norm_()",)),
+    Bad("flush inside", inside(lambda acc, loss: acc.flush()), WindowError, ("flush()", "after the block")),
+    Bad("reset inside", inside(lambda acc, loss: acc.reset()), WindowError, ("reset()", "after the block")),
+    Bad("close inside", inside(lambda acc, loss: acc.close()), WindowError, ("block",)),
+    Bad("clip inside", inside(lambda acc, loss: acc.clip_grad_norm_(1.0)), WindowError, ("clip_grad_norm_()",)),
     Bad("clip off boundary", lambda m: Accumulator(m, 2).clip_grad_norm_(1.0), WindowError, ("clip_grad_norm_", "is_boundary")),
     Bad("no optimizer", lambda m: Accumulator(m).optimizer_step(), TypeError, ("optimizer",)),
     Bad("stranger", lambda m: Accumulator(nn.Sequential(m, Stranger(8, 8))), UnsupportedWrapperError,
         ("model.1", "Stranger", "DistributedDataParallel", "register")),
     Bad("stranger in no_sync", lambda m: no_sync(Stranger(8, 8)).__enter__(), UnsupportedWrapperError, ("Stranger", "register")),
     Bad("control", lambda m: register(Stranger, Stranger), TypeError, ("Stranger", "SyncControl")),  # type: ignore[arg-type]  # the mistake
-    Bad("abstract control", lambda m: register(Stranger, Abstract), TypeError, ("Abstract", "flush", "finish")),
+    Bad("abstract control", lambda m: register(Stranger, Abstract), TypeError, ("Abstract", "flush", "finish")),  # type: ignore[type-abstract]  # the mistake
     Bad("wrapper", lambda m: register(3, Concrete), TypeError, ("wrapper", "3")),  # type: ignore[arg-type]  # the mistake
 ]  # fmt: skip
 
@@ -217,7 +220,7 @@ def test_a_weight_on_the_device_is_never_read_on_the_host() -> None:
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if getattr(func, "__name__", "") in ("item", "__bool__", "__float__", "__int__", "tolist", "cpu", "numpy"):
                 raise AssertionError(f"{func.__name__} reads a device tensor on the host")
-            return super().__torch_function__(func, types, args, kwargs or {})
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch's
 
     model = plain_net()
     acc = Accumulator(model, 2)

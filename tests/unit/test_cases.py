@@ -1,4 +1,5 @@
-"""Cases from users of other training stacks, on one process and an unwrapped model. Those that need ranks are elsewhere."""
+"""Cases from users of other training stacks, on one process and an unwrapped model. Those that need ranks are
+elsewhere."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.loops import data, feed, grads, loss_of, matches, plain_net, whole
-from support.oracle import Term, gradient, same
 from torch import Tensor, nn
 from torch.nn import functional
 
 from accumulate import AccumulateError, Accumulator, WindowError
+from support.loops import data, feed, grads, loss_of, matches, plain_net, whole
+from support.oracle import Term, gradient, same
 
 
 def ragged(*sizes: int, first: int = 0) -> list[Term]:
@@ -354,7 +355,8 @@ def test_case_38_reports_can_be_read_before_any_boundary() -> None:
 
 def test_case_39_an_optimizer_in_backward_is_refused_unless_each_micro_batch_is_a_window() -> None:
     model = plain_net()
-    handle = next(model.parameters()).register_post_accumulate_grad_hook(lambda p: None)
+    first: Any = next(model.parameters())
+    handle = first.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(AccumulateError, match=r"0\.weight"):
         Accumulator(model, 2)
     acc = Accumulator(model, 1)
@@ -367,7 +369,7 @@ def test_case_39_an_optimizer_in_backward_is_refused_unless_each_micro_batch_is_
     feed(Accumulator(model, 2), model, [data(0, 0)])
 
 
-@pytest.mark.parametrize("weights", [(None,) * 4, (2, 2, 2, 2), tuple(torch.tensor([1.0, 1, 1, 1]))], ids=["none", "int", "tensor"])
+@pytest.mark.parametrize("weights", [(None,) * 4, (2,) * 4, (torch.tensor(2.0),) * 4], ids=["none", "int", "tensor"])
 def test_case_51_the_reported_loss_is_the_weighted_mean(weights: tuple[Any, ...]) -> None:
     model = Linear()
     acc = Accumulator(model, 4)

@@ -8,11 +8,11 @@ from typing import cast
 
 import pytest
 import torch
-from support.loops import data, feed, grads, loss_of, matches, plain_net
-from support.oracle import same
 from torch import Tensor, nn
 
 from accumulate import Accumulator, SyncControl, WindowError, no_sync, register
+from support.loops import data, feed, grads, loss_of, matches, plain_net
+from support.oracle import same
 
 
 class Wrapper(nn.Module):

@@ -1,12 +1,14 @@
-"""The oracle and the counter are right by arithmetic that fits in the head, before anything is measured against them."""
+"""The oracle and the counter are right by arithmetic that fits in the head, before anything is measured against
+them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from support.counting import Collective
 from support.oracle import Term, gradient, same, train
-from torch import Tensor, nn
 
 
 class Times(nn.Module):
