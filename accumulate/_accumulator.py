@@ -115,7 +115,7 @@ class Accumulator:
         then true).
 
         A collective: call it on every rank, for instance after the loop of an epoch. A rank whose window is
-        empty takes part where its wrapper can (DDP). Reads one small vector on the host. Raises
+        empty takes part where its wrapper can (DDP without buffers). Reads one small vector on the host. Raises
         :class:`WindowError` inside a block.
         """
         return self._windows.flush()

@@ -38,8 +38,8 @@ class Correction:
     def agree(self, tally: Tally) -> bool:
         """Sum what any rank has open, for a flush; False if none has anything. Reads one vector on the host."""
         mode = (float(tally.weighted is True), float(tally.weighted is False))
-        self._sum = self._ranks.start_sum((*tally.totals(), *mode))
-        _, count, weighted, unweighted = self._sum.result().tolist()
+        sums = self._ranks.start_sum((*tally.totals(), *mode))
+        _, count, weighted, unweighted = sums.result().tolist()
         if weighted and unweighted:
             raise AccumulateError(
                 "some ranks gave their losses a weight in this window and some did not, so it has no common "
@@ -47,6 +47,7 @@ class Correction:
             )
         if tally.weighted is None and (weighted or unweighted):
             tally.begin_terms(bool(weighted))  # this rank had no micro-batch of a window that others have opened
+        self._sum = sums if count else None
         return bool(count)
 
     def apply(self, tally: Tally) -> None:
