@@ -53,8 +53,10 @@ class Gradients:
         self.name = name
         inside = {id(module) for module in model.modules()}
         self.is_wrapped = any(id(control.module) in inside for _, control in found)
-        self.named = list(model.named_parameters())
-        self.params = [param for _, param in self.named]
+        hooked = {id(p) for _, c in found if c.reduces_in_hooks for p in c.module.parameters()}
+        self.without_hooks = [(path, p) for path, p in model.named_parameters() if id(p) not in hooked]
+        """The parameters that must have no post-accumulate-grad hook."""
+        self.params = list(model.parameters())
         self.parts = _partition(self.params, found)
         hidden = {id(p) for _, c in found if c.hides_gradients for p in c.module.parameters()}
         # Of hidden gradients one is enough: it appears if a backward outside any block has reduced them.

@@ -41,6 +41,8 @@ class SyncControl(ABC):
     0."""
     hides_gradients = False
     """True if the sums of an open window are not in ``.grad``, so that there is nothing to watch there."""
+    reduces_in_hooks = False
+    """True if the wrapper itself hangs post-accumulate-grad hooks on its parameters; from others they are refused."""
     shard_group: ProcessGroup | None = None
     """The group over which ``.grad`` is split without being a DTensor (FSDP1), else None."""
 

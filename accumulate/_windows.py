@@ -231,7 +231,7 @@ class Windows:
 
     def _refuse_optimizer_in_backward(self, steps: int) -> None:
         for gradients in self._gradients:
-            refuse_optimizer_in_backward(gradients.named, steps)
+            refuse_optimizer_in_backward(gradients.without_hooks, steps)
 
 
 def _not_reduced(name: str, control: SyncControl) -> str:

@@ -192,7 +192,7 @@ class DDPControl(SyncControl):
                 "reduced and the ranks' gradients differ. Use find_unused_parameters=True, or let every boundary "
                 "micro-batch use every parameter; then call reset() and repeat the window."
             ) from error
-        # DDP would do this (once, with a broadcast) in its next forward, which a rank that has run out of data never reaches.
+        # DDP would do this (once, with a broadcast) in its next forward, which a rank without more data never reaches.
         self.ddp.reducer._rebuild_buckets()
         return True
 
