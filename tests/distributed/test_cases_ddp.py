@@ -4,6 +4,9 @@ wrapper there."""
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,11 +17,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from accumulate import AccumulateError, Accumulator, WindowError, no_sync
-from distributed.arrangements import Nested, Net, Shell, ddp
+from distributed.arrangements import BY_NAME, Nested, Net, Shell, Structured, ddp
 from support.counting import Collectives
 from support.loops import data, equal_on_ranks, everyone, feed, grads, loss_of, matches, plain_net, rank, whole
 from support.oracle import Term, gradient, mean_square, same
 from support.ranks import Pool, RankError, on_ranks
+
+OPTIONS = ["gradient_as_bucket_view", "find_unused_parameters", "static_graph"]
 
 
 def square_and_absolute(output: Tensor, target: Tensor) -> Tensor:
@@ -80,6 +85,23 @@ def test_case_10_a_nan_loss_of_weight_zero_contributes_nothing() -> None:
             acc.backward(loss * float("nan") if bad else loss, weight=0 if bad else 1)
     assert acc.is_boundary
     matches(model, plain_net(), [data(0, 0), data(0, 2), data(1, 0), data(1, 1)])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("option", ["", "small buckets", *OPTIONS])
+def test_case_10_dropped_on_some_ranks_under_every_option(option: str) -> None:
+    options = {"bucket_cap_mb": 0.001} if option == "small buckets" else {option: True} if option else {}
+    row = BY_NAME["ddp"]
+    model = ddp(row.seed(), **options)
+    acc = Accumulator(model, 2)
+    for weights in (((3, 3), (2, 0)), ((0, 1), (0, 0)), ((1, 0), (0, 5)), ((0, 2), (1, 1))):
+        for index, weight in enumerate(weights[rank()]):
+            with acc.step():
+                acc.backward(loss_of(model, data(rank(), index)) * (1 if weight else float("nan")), weight=weight)
+        assert acc.is_boundary
+        terms = [Term(*data(r, i)[:2], float(w)) for r in range(2) for i, w in enumerate(weights[r]) if w]
+        matches(model, row.seed(), terms)
+        model.zero_grad()
 
 
 # -- when to reduce ---------------------------------------------------------------------------------------------------
@@ -684,7 +706,7 @@ def test_a_backward_outside_any_block_in_mid_window_is_an_error_at_the_next_bloc
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("option", ["", "gradient_as_bucket_view", "find_unused_parameters", "static_graph"])
+@pytest.mark.parametrize("option", ["", *OPTIONS])
 def test_case_8_flush_with_unequal_counts_and_one_rank_without_any(option: str) -> None:
     model = ddp(plain_net(), **({option: True} if option else {}))
     acc = Accumulator(model, 4)
@@ -715,3 +737,77 @@ def weights_on_one_rank_only() -> None:
 
 def test_weights_on_one_rank_only_are_an_error_on_both_when_flushed(ranks: Callable[[int], Pool]) -> None:
     assert disagree(ranks(2)).count("AccumulateError: some ranks gave their losses a weight") == 2
+
+
+# -- what runs in between ---------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["ddp", "ddp-find-unused", "ddp-static-graph", "fsdp1-full", "fsdp2"])
+def test_evaluation_between_two_micro_batches_does_not_harm_the_window(name: str) -> None:
+    row = BY_NAME[name]
+    model = row.build()
+    acc = Accumulator(model, 3)
+    for index in range(3):
+        if index:
+            model.eval()
+            with torch.no_grad():
+                model(data(rank(), 50).x)
+            model.train()
+            model(data(rank(), 51).x)  # with a graph, of which nobody makes use
+        feed(acc, model, [data(rank(), index)])
+    assert acc.is_boundary
+    same(row.gradients(model), gradient(row.seed(), everyone(range(3))))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("option", ["", "find_unused_parameters"])
+def test_an_ema_copy_can_be_made_while_an_accumulator_is_attached(option: str) -> None:
+    model = ddp(plain_net(), **({option: True} if option else {}))
+    acc = Accumulator(model, 2)
+    feed(acc, model, [data(rank(), 0)])
+    ema = copy.deepcopy(cast("nn.Module", model.module))
+    with Collectives() as seen:
+        ema.zero_grad()
+        run_backward(loss_of(ema, data(rank(), 5)))
+    assert not seen.log
+    same(grads(ema), gradient(plain_net(), [data(rank(), 5)]))
+    feed(acc, model, [data(rank(), 1)])
+    matches(model, plain_net(), everyone(range(2)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("seed", [Net, Structured])
+@pytest.mark.parametrize("option", ["", "find_unused_parameters"])
+def test_case_51_no_graph_stays_alive_after_the_block(seed: type[Net], option: str) -> None:
+    wrapped: Any = ddp(seed().double(), **({option: True} if option else {}))
+    kept: list[weakref.ref[Tensor]] = []
+    hook = wrapped.module.blocks[0].register_forward_hook(lambda m, args, output: kept.append(weakref.ref(output)))
+    acc = Accumulator(wrapped, 2)
+    gc.disable()  # a cycle that waits for the collector would hold the activations as long
+    try:
+        for index in range(4):
+            with acc.step():
+                output = wrapped(data(rank(), index).x)
+                loss = (output if isinstance(output, Tensor) else output.logits).square().mean()
+                acc.backward(loss)
+            del loss, output
+            assert [ref() for ref in kept] == [None] * (index + 1)
+            if acc.is_boundary:
+                wrapped.zero_grad()
+    finally:
+        gc.enable()
+    hook.remove()
+
+
+@on_ranks(2)
+def test_a_named_group_holds_for_a_model_without_wrapper() -> None:
+    model = plain_net()
+    acc = Accumulator(model, 2, group=dist.group.WORLD)
+    terms = [[data(r, i, 3, 1.0 + 2 * r + i) for i in range(2)] for r in range(2)]
+    feed(acc, model, terms[rank()], weighted=True)
+    for parameter in model.parameters():  # the caller averages by himself, which is what he names the group for
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= 2
+    matches(model, plain_net(), [*terms[0], *terms[1]])

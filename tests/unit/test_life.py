@@ -209,3 +209,13 @@ def test_a_backward_outside_any_block_in_mid_window_is_reported_at_the_next_bloc
     acc.reset()
     feed(acc, model, [data(0, index) for index in range(3)])
     matches(model, plain_net(), [data(0, index) for index in range(3)])
+
+
+def test_batch_norm_in_windows_of_several_is_warned_about_once() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).double()
+    with pytest.warns(UserWarning, match="BatchNorm"):
+        acc = Accumulator(model, 2)
+    feed(acc, model, [data(0, index) for index in range(4)])  # where a second warning would be an error
+    feed(Accumulator(model, 1), model, [data(0, 0)])  # windows of one are what BatchNorm sees anyway
+    model.eval()
+    feed(Accumulator(model, 2), model, [data(0, 0)])
