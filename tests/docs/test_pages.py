@@ -82,12 +82,13 @@ class Reader:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=600,
         )
         assert run.returncode == 0, f"{self.page}:{block.line} exited with {run.returncode}\n{run.stdout}\n{run.stderr}"
         return run.stdout
 
 
+@pytest.mark.timeout(900)  # the README runs every example
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_block_of_a_page_does_what_the_page_says(page: Path, tmp_path: Path) -> None:
     reader = Reader(page, tmp_path)
