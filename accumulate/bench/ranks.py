@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -161,7 +162,8 @@ def _serve(build: Build[Setting], setting: Setting, rank: int, folder: Path, pip
         while True:
             pipe.send((False, worker(pipe.recv())))
     except (EOFError, BrokenPipeError):
-        os._exit(0)  # the parent is gone: nobody is left to report to
+        shutil.rmtree(folder, ignore_errors=True)  # the parent is gone: nobody is left to tidy up or report to
+        os._exit(0)
     except Exception:  # noqa: BLE001  # whatever it was, the parent has to hear of it
         pipe.send((True, traceback.format_exc()))
         pipe.poll(None)  # stay, so that the cause stands alone: the parent kills this process, or is gone
