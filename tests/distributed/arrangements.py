@@ -276,6 +276,10 @@ def fsdp1(model: nn.Module, strategy: str, use_orig_params: bool) -> nn.Module:
         "use_orig_params": use_orig_params,
         "device_id": torch.device("cpu"),
     }
+    if strategy == "HYBRID_SHARD":
+        from torch.distributed.device_mesh import init_device_mesh
+
+        options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     assert isinstance(model, Net)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = FullyShardedDataParallel(block, **options)
@@ -531,6 +535,14 @@ ARRANGEMENTS: tuple[Arrangement, ...] = (
     ),
     Arrangement("fsdp1-no-shard", _F1, "NO_SHARD", lambda m: fsdp1(m, "NO_SHARD", False), (3,)),
     Arrangement("fsdp1-no-shard-orig", _F1, "NO_SHARD, use_orig_params", lambda m: fsdp1(m, "NO_SHARD", True), (3,)),
+    Arrangement(
+        "fsdp1-hybrid",
+        _F1,
+        "HYBRID_SHARD on 2 x 2 ranks",
+        lambda m: fsdp1(m, "HYBRID_SHARD", True),
+        (6,),
+        world=4,
+    ),
     Arrangement("fsdp2", _F2, "fully_shard on the layers and the root", fsdp2, (3,)),
     Arrangement("fsdp2-children", _F2, "fully_shard on the layers only", lambda m: fsdp2(m, children_only=True), (3,)),
     Arrangement("fsdp2-one-rank", _F2, "world size 1, where torch copies instead of sending", fsdp2, (0,), world=1),

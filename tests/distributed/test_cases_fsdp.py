@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
 import pytest
@@ -352,3 +353,28 @@ def test_parameters_outside_every_unit_are_warned_about() -> None:
         fully_shard(block)
     with pytest.warns(UserWarning, match="head"):
         Accumulator(model, 2)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("closed", ["by count", "by flush"])
+def test_ranks_that_share_a_sample_are_not_counted_twice(closed: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = nn.Sequential(*cast("nn.Sequential", plain_net()), nn.Tanh())  # torch warns of outputs that are views
+    seed = copy.deepcopy(model)
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    acc = Accumulator(model, 2 if closed == "by count" else 3)
+    assert "ranks=2" in repr(acc)
+    terms = [[Term(*data(r, i)[:2], 1.0 + 2 * r + i) for i in range(2)] for r in range(2)]
+    for _ in range(2):
+        feed(acc, model, terms[mesh["data"].get_local_rank()], weighted=True)
+        assert acc.is_boundary or acc.flush()
+        reference = gradient(seed, [*terms[0], *terms[1]])
+        same(grads(model), reference)
+        norm = torch.linalg.vector_norm(torch.cat([value.flatten() for value in reference.values()]))
+        assert float(acc.clip_grad_norm_(1e9)) == pytest.approx(float(norm))
+        model.zero_grad()

@@ -217,7 +217,7 @@ def check_counts(row: Arrangement, use: Use, one: Seen) -> None:
             off[0] = row.reductions_of(0)
         assert counts == [*off, row.reductions_of(window)], f"reductions in window {window}"
         talks = row.wrapper != "none" and (use.weighted or flushed)
-        most = (2 if row.wrapper == "HSDP" else 1) * talks * (1 + flushed)
+        most = (2 if row.world == 4 and not row.group else 1) * talks * (1 + flushed)
         assert (talks and row.world > 1) <= one["small"][window] <= most, "sums of weights"
 
 

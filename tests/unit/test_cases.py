@@ -142,8 +142,11 @@ def test_case_10_an_all_ignored_cross_entropy_contributes_nothing() -> None:
             loss = functional.cross_entropy(model(data(0, index).x), label)
             acc.backward(loss, weight=(label != -100).sum())
     reference = plain_net()
-    functional.cross_entropy(reference(data(0, 1).x), labels[1]).backward()  # type: ignore[no-untyped-call]  # torch's
+    expected = functional.cross_entropy(reference(data(0, 1).x), labels[1])
+    expected.backward()  # type: ignore[no-untyped-call]  # torch's
     same(grads(model), grads(reference))
+    assert acc.loss is not None
+    assert acc.loss.item() == pytest.approx(expected.item())
 
 
 def test_case_17_the_caller_owns_the_boundary() -> None:
