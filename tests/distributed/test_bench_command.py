@@ -92,12 +92,12 @@ def test_json_on_stdout_stands_alone_and_plot_writes_a_png(tmp_path: Path) -> No
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def running(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
     """The command in the middle of its rounds, and the processes of its two ranks."""
-    errors = folder / "stderr"
+    errors, home = folder / "stderr", {**os.environ, "TMPDIR": str(folder)}
     with (
         errors.open("w") as stream,
-        subprocess.Popen([*COMMAND, *ENDLESS], stdout=subprocess.PIPE, stderr=stream, text=True, cwd=folder) as parent,
+        subprocess.Popen([*COMMAND, *ENDLESS], stderr=stream, cwd=folder, env=home) as parent,
     ):
         try:
             deadline = time.monotonic() + 120
@@ -185,3 +185,4 @@ def test_ranks_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
         parent.kill()
         assert parent.wait(timeout=60) == -signal.SIGKILL
         assert gone(ranks)
+    assert list(tmp_path.glob("accumulate-bench-*")) == []
