@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
 from . import _arguments as arguments
+from ._advice import batch_statistics, local_gradients
 from ._contexts import Block
 from ._gradients import Gradients, total_norm
-from ._ranks import Ranks, what_stays_local
+from ._ranks import Ranks
 from ._sync import find, release
 from ._typing import BackwardOptions, Optimizer, Steppable
 from ._windows import Windows
@@ -64,10 +65,11 @@ class Accumulator:
             raise
         self._gradients = gradients
         self._grad_norm: Tensor | None = None
-        if warning := what_stays_local(models.values(), self._found):
-            warnings.warn(warning, stacklevel=2)
-
-    # -- one micro-batch ----------------------------------------------------------------------------------------------
+        advice = [] if steps == 1 else [*batch_statistics(models.values())]
+        if group is None:
+            advice += local_gradients(models.values(), self._found)
+        for text in advice:
+            warnings.warn(text, stacklevel=2)
 
     def step(self, boundary: bool | None = None) -> Block:
         """The context of one micro-batch: forward and backward, or only backward, go inside.
@@ -99,7 +101,7 @@ class Accumulator:
         arguments.check_loss(loss)
         weight = arguments.check_weight(weight, reduction)
         scaled = self._windows.term(loss, weight, reduction)
-        if self._windows.runs_backward(weight):
+        if self._windows.begin_backward():
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no annotations here
 
     def scale(self, loss: Tensor, weight: float | Tensor | None = None, reduction: str = "mean") -> Tensor:
@@ -107,8 +109,6 @@ class Accumulator:
         once."""
         arguments.check_loss(loss)
         return self._windows.term(loss, arguments.check_weight(weight, reduction), reduction)
-
-    # -- the window ---------------------------------------------------------------------------------------------------
 
     def flush(self) -> bool:
         """Close a short window now, reduced and exactly weighted; True if there was one (``is_boundary`` is
@@ -158,8 +158,6 @@ class Accumulator:
     def steps(self, steps: int | Callable[[int], int]) -> None:
         self._windows.steps = arguments.check_setting(steps)
 
-    # -- the update ---------------------------------------------------------------------------------------------------
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the closed window's gradient to ``max_norm``; returns its norm before, over all shards and
         models.
@@ -199,8 +197,6 @@ class Accumulator:
         torch.clear_autocast_cache()  # an outer autocast would go on with casts of the old weights
         return True
 
-    # -- reports ------------------------------------------------------------------------------------------------------
-
     @property
     def loss(self) -> Tensor | None:
         """This rank's weighted mean loss of the last closed window: 0-dim, detached, on its device, never
@@ -227,8 +223,6 @@ class Accumulator:
         return (
             f"Accumulator(steps={windows.steps}, ranks={ranks}{window}, wrappers=[{wrappers}], policy={self._policy!r})"
         )
-
-    # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Detach from the model, which is then as it was found; an open window is dropped with a warning.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, distributed as dist, nn
+from torch import Tensor, distributed as dist
 
 from ._errors import AccumulateError
 from ._scaling import precise
@@ -15,7 +15,7 @@ from ._sync import Found
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["Ranks", "Sum", "what_stays_local"]
+__all__ = ["Ranks", "Sum"]
 
 
 class Sum:
@@ -94,21 +94,3 @@ def _accepted_device(groups: Sequence[ProcessGroup], device: torch.device) -> to
         return device
     kind: torch.device = groups[0]._device_types[0]
     return kind if kind.type == "cpu" else torch.device(kind.type, torch.accelerator.current_device_index())
-
-
-def what_stays_local(models: Iterable[nn.Module], found: Sequence[Found]) -> str | None:
-    """What a user should be warned about: gradients that no wrapper averages although there are several
-    ranks."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return None
-    if not found:
-        return (
-            "torch.distributed is initialised, but the model has no wrapper: its gradients stay on this rank. "
-            "Pass the wrapped model (DistributedDataParallel, fully_shard, ...) if the ranks share the work."
-        )
-    if not any(control.covers_subtree for _, control in found):
-        return None
-    averaged = {id(p) for _, control in found for p in control.module.parameters()}
-    named = (item for model in models for item in model.named_parameters())
-    local = [name for name, p in named if p.requires_grad and id(p) not in averaged]
-    return f"no FSDP unit holds {', '.join(local)}: nobody averages their gradients over the ranks" if local else None

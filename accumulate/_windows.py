@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import torch
 from torch import Tensor
 
 from ._arguments import check_steps, is_zero, refuse_optimizer_in_backward
@@ -116,20 +117,25 @@ class Windows:
         if not tally.terms:
             self._check_usable(tally)  # zero_grad() at the top of the block
         scaled = tally.term(loss, weight, reduction)
-        for control in self._controls if is_zero(weight) else ():
-            control.drop = True
+        if is_zero(weight):
+            scaled = self._drop(scaled)
         if self.is_boundary and (tally.weighted or tally.by_hand or self._explicit):
             self._correction.start(tally)
         return scaled
 
-    def runs_backward(self, weight: float | Tensor | None) -> bool:
-        """Whether the loss just scaled needs its backward; a dropped one only where backward has
-        collectives."""
-        if is_zero(weight) and not any(control.must_run_backward for control in self._controls):
-            self._dropped = True
-            return False
-        self._started = True
-        return True
+    def _drop(self, scaled: Tensor) -> Tensor:
+        """What a dropped loss is replaced by: nothing of it, or zeros where every backward has collectives."""
+        if any(control.must_run_backward for control in self._controls):
+            for control in self._controls:
+                control.drop = True
+            return scaled
+        self._dropped = True
+        return torch.zeros_like(scaled, requires_grad=True)  # without a graph: its backward reaches no wrapper
+
+    def begin_backward(self) -> bool:
+        """Whether the loss just scaled needs its backward; from here on an exception breaks the window."""
+        self._started = not self._dropped
+        return self._started
 
     # -- windows ------------------------------------------------------------------------------------------------------
 

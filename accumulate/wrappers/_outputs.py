@@ -9,10 +9,36 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Grads", "hook_outputs", "tensors_in", "zeros_like"]
+__all__ = ["Grads", "ModuleHook", "hook_outputs", "tensors_in", "zeros_like"]
 
 Grads: TypeAlias = "Tensor | tuple[Tensor | None, ...]"
 """What a tensor's hook gets, or a graph node's pre-hook."""
+
+
+class ModuleHook:
+    """A hook of a module that its copies and pickles leave behind: ``copy.deepcopy(ddp.module)`` makes EMA models."""
+
+    __slots__ = ("_method",)
+
+    def __init__(self, method: Callable[..., object]) -> None:
+        self._method = method
+
+    def __call__(self, *args: object) -> object:
+        return self._method(*args)
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return _get_nothing, ()
+
+
+def _nothing(*args: object) -> None:
+    """The hook that a copy has instead."""
+
+
+def _get_nothing() -> Callable[..., None]:
+    return _nothing
 
 
 def zeros_like(grads: Grads) -> Grads:

@@ -23,7 +23,7 @@ from typing_extensions import override
 from .._errors import AccumulateError
 from .._sync import SyncControl
 from ._ddp_reducer import reduce_all, refuse_options, refused
-from ._outputs import Grads, tensors_in, zeros_like
+from ._outputs import Grads, ModuleHook, tensors_in, zeros_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,6 +58,8 @@ class DDPControl(SyncControl):
         super().__init__(module)
         self.ddp = module
         refuse_options(module)
+        # A static graph's reducer is flushed by other collectives than its backward runs, so no rank may leave one out.
+        self.must_run_backward = module.static_graph
         self._blocks: list[bool] = []
         self._armed = 0
         self._task = -1
@@ -70,11 +72,11 @@ class DDPControl(SyncControl):
         self._reached = partial(self.backward_reached, [])
         self._attributes = vars(module)  # nn.Module.__setattr__ takes 3 us
         self.hooks = [
-            module.register_forward_pre_hook(self._before_forward),
-            module.register_forward_hook(self._after_forward, always_call=True),
+            module.register_forward_pre_hook(ModuleHook(self._before_forward)),
+            module.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
         ]
         if module.find_unused_parameters and not module.static_graph:
-            self.hooks.append(module.module.register_forward_hook(self._after_inner_forward))
+            self.hooks.append(module.module.register_forward_hook(ModuleHook(self._after_inner_forward)))
 
     @property
     @override
@@ -87,8 +89,8 @@ class DDPControl(SyncControl):
         """Keep DDP from deciding in forward, except for the very first forward of a static graph."""
         self._flag = ddp.require_backward_grad_sync
         # torch 2.13: a static graph's first backward must be armed by its forward, or the reducer asserts.
-        self.must_run_backward = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
-        self._deferred = self._flag and not self.must_run_backward
+        first_static = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
+        self._deferred = self._flag and not first_static
         if self._deferred:
             self._attributes["require_backward_grad_sync"] = False
 
@@ -108,7 +110,10 @@ class DDPControl(SyncControl):
             hook = self.count_armed
         elif inner:
             hook = _Arm(self, inner)
-        for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+        tensors = [output] if isinstance(output, Tensor) else tensors_in(output)
+        if not tensors and output is not None and False not in self._blocks:
+            self._arm([])  # an object that only the user can look into: decide now, as DDP does
+        for tensor in tensors:
             if tensor.requires_grad:
                 self._hang(hook, tensor)
                 if isinstance(hook, _Arm) and any(tensor is held for held in inner):
@@ -122,7 +127,7 @@ class DDPControl(SyncControl):
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's, untyped
         elif tensor.grad_fn is None:  # a parameter as output, which would gather a hook with each forward
             self._leaves.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]  # torch's, untyped
-        elif False in self._blocks and hook is self._reached:
+        elif False in self._blocks and hook is self._reached and not self.must_run_backward:
             self._late.append(tensor.grad_fn)  # a backward in this block must not reduce, so it needs no hook yet
         else:
             tensor.grad_fn.register_prehook(hook)

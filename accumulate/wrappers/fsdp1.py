@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from .._errors import AccumulateError, UnsupportedWrapperError
 from .._sync import SyncControl
-from ._outputs import hook_outputs
+from ._outputs import ModuleHook, hook_outputs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,7 +47,7 @@ class FSDP1Control(SyncControl):
                 "use one sharding_strategy for the whole model."
             )
         self.shard_group = module.process_group if True in sharded else None
-        self.hooks = [module.register_forward_hook(self._after_forward)]
+        self.hooks = [module.register_forward_hook(ModuleHook(self._after_forward))]
 
     @property
     @override

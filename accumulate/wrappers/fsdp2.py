@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from .._errors import UnsupportedWrapperError
 from .._sync import SyncControl
-from ._outputs import hook_outputs
+from ._outputs import ModuleHook, hook_outputs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -74,7 +74,7 @@ class FSDP2Control(SyncControl):
         self._upcasts: list[RemovableHandle] = []
         for group in self._param_groups:
             group.reshard()  # so that the module shows the sharded parameters, the ones that optimizers update
-        self.hooks = [module.register_forward_hook(self._after_forward)]
+        self.hooks = [module.register_forward_hook(ModuleHook(self._after_forward))]
 
     @property
     @override
