@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -153,7 +153,7 @@ def _ignoring(*signals: signal.Signals) -> Iterator[None]:
 
 def _serve(build: Build[Setting], setting: Setting, rank: int, folder: Path, pipe: Connection) -> None:
     """The life of one rank. What it prints goes to a log, whose end the parent shows if the rank dies."""
-    log = os.open(folder / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    log = os.open(folder / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
@@ -161,9 +161,11 @@ def _serve(build: Build[Setting], setting: Setting, rank: int, folder: Path, pip
         pipe.send((False, None))
         while True:
             pipe.send((False, worker(pipe.recv())))
-    except (EOFError, BrokenPipeError):
-        shutil.rmtree(folder, ignore_errors=True)  # the parent is gone: nobody is left to tidy up or report to
-        os._exit(0)
+    except (EOFError, ConnectionError):
+        pass  # the parent is gone
     except Exception:  # noqa: BLE001  # whatever it was, the parent has to hear of it
-        pipe.send((True, traceback.format_exc()))
-        pipe.poll(None)  # stay, so that the cause stands alone: the parent kills this process, or is gone
+        with suppress(OSError):
+            pipe.send((True, traceback.format_exc()))
+            pipe.poll(None)  # stay, so that the cause stands alone: the parent kills this process, or is gone
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
