@@ -135,6 +135,19 @@ def test_a_hanging_rank_shows_the_stack_of_each_rank_and_the_next_run_works(pool
     assert_works(pool)
 
 
+def test_an_interrupted_run_leaves_nothing_to_the_next_one(pool: Pool) -> None:
+    before = assert_works(pool)
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(sleep_here)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert set(before).isdisjoint(assert_works(pool))
+
+
 def test_a_warning_in_a_rank_is_an_error(pool: Pool) -> None:
     with pytest.raises(RankError, match="UserWarning: look here"):
         pool.run(warn)

@@ -258,10 +258,17 @@ class Pool:
         if file is None or "<" in qualname:
             raise ValueError(f"{qualname} cannot be found by name in its source file; give a module-level function")
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-            for rank in range(self.world):
-                job = _Job(file, qualname, args, rank, self.world, f"{folder}/rendezvous", timeout)
-                self.team[rank].pipe.send_bytes(pickle.dumps(job))
-            results, failures = self._collect(timeout)
+            jobs = [
+                pickle.dumps(_Job(file, qualname, args, rank, self.world, f"{folder}/rendezvous", timeout))
+                for rank in range(self.world)
+            ]
+            try:
+                for worker, job in zip(self.team, jobs, strict=False):  # a shared team may be larger than this pool
+                    worker.pipe.send_bytes(job)
+                results, failures = self._collect(timeout)
+            except BaseException:  # Ctrl-C, or pytest's own timeout: the workers are in the middle of something
+                self.close()
+                raise
         if failures:
             self.close()
             raise RankError(failures)
@@ -277,9 +284,13 @@ class Pool:
 
     def _start(self) -> None:
         fresh = [Worker(rank) for rank in range(len(self.team), self.world)]
+        try:
+            for worker in fresh:
+                worker.wait_until_ready()
+        except BaseException:
+            stop(fresh)
+            raise
         self.team.extend(fresh)
-        for worker in fresh:
-            worker.wait_until_ready()
 
     def _collect(self, timeout: float) -> tuple[dict[int, bytes], dict[int, str]]:
         results: dict[int, bytes] = {}
