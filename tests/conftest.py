@@ -12,7 +12,8 @@ from support.ranks import Pool, Worker, stop
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Pool]]:
     """``ranks(n)`` is a pool of n real ranks; all pools of a session share their workers, which start when
-    first needed."""
+    first needed.
+    """
     team: list[Worker] = []
     yield lambda world: Pool(world, team)
     stop(team)

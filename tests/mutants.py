@@ -182,7 +182,7 @@ MUTANTS = (
         "_windows.py",
         "if tally.broken:",
         "if False:",
-        CASES + "test_case_27_an_exception_in_the_second_micro_batch",
+        CASES + "test_case_27_an_exception_in_the_first_micro_batch_breaks_the_window_too",
     ),
     Mutant(
         "reset keeps the gradients",

@@ -5,7 +5,8 @@ backward. A new wrapper is one row here (and one adapter); ``test_conformance.py
 same battery.
 
 The models are small, but every bucket of theirs has more elements than a sum of weights, so that both can be
-told apart."""
+told apart.
+"""
 
 from __future__ import annotations
 

@@ -83,7 +83,8 @@ def learning(row: Arrangement, model: Any) -> list[nn.Parameter]:
 
 class Watch:
     """``with Watch(row) as seen:`` counts gradient reductions in ``seen.reductions``, and sums of weights in
-    ``seen.small``."""
+    ``seen.small``.
+    """
 
     def __init__(self, row: Arrangement) -> None:
         self._row = row

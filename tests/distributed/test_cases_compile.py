@@ -1,5 +1,6 @@
 """Case 30: compiled models are found, are not compiled again because of the library, and inductor agrees with
-the oracle."""
+the oracle.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Cases from users of other training stacks: DistributedDataParallel on two ranks, and what holds without a
-wrapper there."""
+wrapper there.
+"""
 
 from __future__ import annotations
 

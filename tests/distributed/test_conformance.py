@@ -3,7 +3,8 @@
 ``arrangements.py`` x {forward and backward inside the block, backward only} x {mean, weighted} x windows {of 1,
 of 3, of 3 and a short one closed by flush}. All uses of one arrangement travel to the ranks in one run, because
 a run costs more than a use; each use is a test of its own all the same. ``test_arrangements.py`` is the
-control: the same table without the library."""
+control: the same table without the library.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Properties of the formula, on an unwrapped float64 model: whatever the data, the split, the order and the
-weights are."""
+weights are.
+"""
 
 from __future__ import annotations
 

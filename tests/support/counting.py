@@ -2,7 +2,8 @@
 
 A dispatch mode sees what DDP's C++ reducer sends as well; patching ``torch.distributed.*`` would not. Two
 limits, both measured: dynamo does not compile while a dispatch mode is active (count around the backward of a
-compiled model only), and the mode sees the calling thread only (on CPU that is where backward runs)."""
+compiled model only), and the mode sees the calling thread only (on CPU that is where backward runs).
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
     @property
     def small(self) -> list[Collective]:
         """The collectives of at most ``SCALARS`` elements: sums of weights and counts, and what DDP says about
-        buckets."""
+        buckets.
+        """
         return [entry for entry in self.log if entry.numel <= SCALARS]
 
     @property

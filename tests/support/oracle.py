@@ -4,7 +4,8 @@
     given: w_ri = 1)
 
 Nothing here knows windows that stay open, wrappers or ranks that talk: a window is a list of terms, all ranks'
-together."""
+together.
+"""
 
 from __future__ import annotations
 

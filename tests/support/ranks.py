@@ -10,7 +10,8 @@ What forced this design:
   Seeds, the default dtype and dynamo's caches are put back as well. After a failure nothing can be trusted, so
   the workers of that run are killed and new ones start.
 - A failing test must say which rank did what: a traceback per rank, or the stack of a rank that hangs
-  (faulthandler writes it from a signal handler in C, so that a rank blocked in a collective answers too)."""
+  (faulthandler writes it from a signal handler in C, so that a rank blocked in a collective answers too).
+"""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def _strict_warnings() -> None:
 _RETIRED: list[dist.ProcessGroup] = []
 """The group of the last run. Its destructor joins gloo's threads while it holds the GIL, and deadlocks if one
 of them is about to take the GIL to release the last collective (seen with torch 2.13). So it has to wait until
-those threads are idle."""
+those threads are idle.
+"""
 
 
 def _work(job: _Job) -> object:
@@ -252,7 +254,8 @@ class Pool:
         """``fn(*args)`` on every rank at once: each rank's result, or :class:`RankError`.
 
         ``fn`` is found in the worker by its source file and qualified name; arguments and results are pickled.
-        A rank that has not returned after ``timeout`` seconds hangs."""
+        A rank that has not returned after ``timeout`` seconds hangs.
+        """
         self._start()
         file, qualname = inspect.getsourcefile(fn), fn.__qualname__
         if file is None or "<" in qualname:
@@ -275,12 +278,8 @@ class Pool:
         return [cast("T", pickle.loads(results[rank])) for rank in range(self.world)]
 
     def close(self) -> None:
-        """End this pool's workers; the next run starts new ones."""
-        rest = self.team[self.world :]
-        mine = self.team[: self.world]
-        stop(mine)
-        self.team.clear()
-        stop(rest)
+        """End the workers, those of pools that share them too; the next run starts new ones."""
+        stop(self.team)
 
     def _start(self) -> None:
         fresh = [Worker(rank) for rank in range(len(self.team), self.world)]

@@ -1,5 +1,6 @@
 """What is wrong is refused at once: the right type of error, the user's value in it, the next action, and a
-model unharmed."""
+model unharmed.
+"""
 
 # ruff: noqa: E501 - the table of mistakes reads best with one row on one line
 

@@ -1,5 +1,6 @@
 """Cases from users of other training stacks, on one process and an unwrapped model. Those that need ranks are
-elsewhere."""
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -275,6 +276,19 @@ def test_case_27_an_exception_in_the_second_micro_batch(when: str) -> None:
     feed(acc, model, [data(0, index) for index in range(4)])
     assert acc.is_boundary
     matches(model, plain_net(), [data(0, index) for index in range(4)])
+
+
+def test_case_27_an_exception_in_the_first_micro_batch_breaks_the_window_too() -> None:
+    model = plain_net()
+    acc = Accumulator(model, 2)
+    with pytest.raises(ZeroDivisionError), acc.step():
+        acc.backward(loss_of(model, data(0, 7)))
+        raise ZeroDivisionError
+    with pytest.raises(WindowError, match="reset"), acc.step():
+        pass
+    acc.reset()
+    feed(acc, model, [data(0, 0), data(0, 1)])
+    matches(model, plain_net(), [data(0, 0), data(0, 1)])
 
 
 def test_case_27_an_exception_before_backward_does_not_cost_the_window() -> None:

@@ -1,5 +1,6 @@
 """The oracle and the counter are right by arithmetic that fits in the head, before anything is measured against
-them."""
+them.
+"""
 
 from __future__ import annotations
 
