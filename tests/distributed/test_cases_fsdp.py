@@ -378,3 +378,34 @@ def test_ranks_that_share_a_sample_are_not_counted_twice(closed: str) -> None:
         norm = torch.linalg.vector_norm(torch.cat([value.flatten() for value in reference.values()]))
         assert float(acc.clip_grad_norm_(1e9)) == pytest.approx(float(norm))
         model.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["fsdp1-full", "fsdp1-full-orig", "fsdp2", "fsdp2-unsharded", "replicate"])
+@pytest.mark.parametrize("how", ["model", "model, set_to_none=False", "optimizer"])
+def test_case_18_clearing_in_mid_window_is_harmless_or_an_error(name: str, how: str) -> None:
+    row = BY_NAME[name]
+    model = row.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    acc = Accumulator(model, 3)
+    feed(acc, model, [data(rank(), 0)])
+    if how == "optimizer":
+        optimizer.zero_grad()
+    else:
+        model.zero_grad(set_to_none=how == "model")
+    try:
+        feed(acc, model, [data(rank(), 1), data(rank(), 2)])
+    except WindowError:
+        return
+    same(row.gradients(model), gradient(row.seed(), everyone(range(3))))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["fsdp1-full", "fsdp1-full-orig", "fsdp2", "replicate"])
+def test_a_backward_outside_any_block_in_mid_window_is_an_error_at_the_next_block(name: str) -> None:
+    model = BY_NAME[name].build()
+    acc = Accumulator(model, 3)
+    feed(acc, model, [data(rank(), 0)])
+    run_backward(loss_of(model, data(rank(), 1)))
+    with pytest.raises(WindowError, match="reset"):
+        feed(acc, model, [data(rank(), 2)])
