@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accumulate import AccumulateError, Accumulator, UnsupportedWrapperError, WindowError, no_sync
-from distributed.arrangements import BY_NAME, Net
+from distributed.arrangements import BY_NAME, Net, fsdp2
 from support.counting import Collectives
 from support.loops import data, equal_on_ranks, everyone, feed, grads, loss_of, matches, plain_net, rank
 from support.oracle import Term, gradient, same
@@ -409,3 +409,18 @@ def test_a_backward_outside_any_block_in_mid_window_is_an_error_at_the_next_bloc
     run_backward(loss_of(model, data(rank(), 1)))
     with pytest.raises(WindowError, match="reset"):
         feed(acc, model, [data(rank(), 2)])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["ddp", "fsdp1-full", "fsdp1-grad-op-orig", "fsdp1-no-shard", "fsdp2", "hsdp-of-two"])
+def test_case_15_a_boundary_without_any_backward_is_an_error(name: str) -> None:
+    row = BY_NAME["fsdp2" if name == "hsdp-of-two" else name]
+    model = fsdp2(row.seed(), mesh=(2, 1)) if name == "hsdp-of-two" else row.build()
+    acc = Accumulator(model, 2)
+    feed(acc, model, [data(rank(), 0)])
+    with pytest.raises(AccumulateError, match="reduced nothing"), acc.step():
+        pass
+    assert not acc.is_boundary
+    acc.reset()
+    feed(acc, model, [data(rank(), 0), data(rank(), 1)])
+    same(row.gradients(model), gradient(row.seed(), everyone(range(2))))
