@@ -260,7 +260,7 @@ MUTANTS = (
         "_tally.py",
         "self._micro_losses.append(scaled.detach())",
         "self._micro_losses.append(scaled)",
-        CASES + "test_case_51_no_graph_stays_alive_after_the_block",
+        CASES + "test_case_51_the_reported_loss_is_the_weighted_mean",
     ),
     # -- wrappers
     Mutant(
