@@ -13,7 +13,7 @@ from distributed.arrangements import ARRANGEMENTS
 from docs.pages import ROOT
 
 
-@pytest.mark.parametrize("script", ["docs/picture.py", "docs/support_table.py"])
+@pytest.mark.parametrize("script", ["docs/picture.py", "docs/tables.py"])
 def test_the_output_of_a_script_is_up_to_date(script: str) -> None:
     run = subprocess.run([sys.executable, ROOT / script, "--check"], check=False, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (0, "")
