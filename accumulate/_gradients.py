@@ -58,11 +58,10 @@ class Gradients:
         """The parameters that must have no post-accumulate-grad hook."""
         self.params = list(model.parameters())
         self.parts = _partition(self.params, found)
-        hidden = {id(p) for _, c in found if c.hides_gradients for p in c.module.parameters()}
-        # Of hidden gradients one is enough: it appears if a backward outside any block has reduced them.
-        self._watched = [p for p in self.params if id(p) not in hidden] + [p for p in self.params if id(p) in hidden][
-            :1
-        ]
+        hiding = [c for _, c in found if c.hidden_sums is not None and id(c.module) in inside]
+        hidden = {id(p) for control in hiding for p in control.module.parameters()}
+        self._watched = [p for p in self.params if id(p) not in hidden]
+        self._hidden_sums = [control.hidden_sums for control in hiding if control.hidden_sums is not None]
         self._versions: list[int] = []
 
     @property
@@ -72,15 +71,21 @@ class Gradients:
 
     def remember(self) -> None:
         """Note the state of every gradient, so that ``changed`` can tell what happened since."""
-        self._versions = _versions(self._watched)
+        self._versions = self._now()
 
     def changed(self) -> str | None:
         """What was done to the gradients since ``remember``, in words; None if nothing was."""
-        now = _versions(self._watched)
+        now = self._now()
         if now == self._versions:
             return None
         cleared = any(before >= 0 > after for before, after in zip(self._versions, now, strict=True))
         return "cleared (zero_grad?)" if cleared else "changed (a backward outside any block, or zero_grad?)"
+
+    def _now(self) -> list[int]:
+        versions = [-1 if (grad := p.grad) is None else grad._version for p in self._watched]
+        for sums in self._hidden_sums:
+            versions += [-1 if grad is None else grad._version for grad in sums()]
+        return versions
 
     def multiply(self, factor: Tensor) -> None:
         """Multiply every gradient by the 0-dim ``factor``, in place, without reading it on the host."""
@@ -107,10 +112,6 @@ def total_norm(several: Sequence[Gradients], norm_type: float) -> Tensor:
     dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
     every = torch.stack([n.to(norms[0].device, dtype) for n in norms])
     return torch.linalg.vector_norm(every, norm_type)  # type: ignore[no-any-return]  # torch.linalg is untyped
-
-
-def _versions(params: Iterable[nn.Parameter]) -> list[int]:
-    return [-1 if (grad := p.grad) is None else grad._version for p in params]
 
 
 def _is_dtensor(tensor: Tensor) -> bool:

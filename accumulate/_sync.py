@@ -12,10 +12,10 @@ import importlib
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ._errors import UnsupportedWrapperError
 
@@ -39,8 +39,8 @@ class SyncControl(ABC):
     must_run_backward = False
     """True while every backward has collectives, so that a rank cannot leave out a micro-batch of weight
     0."""
-    hides_gradients = False
-    """True if the sums of an open window are not in ``.grad``, so that there is nothing to watch there."""
+    hidden_sums: Callable[[], list[Tensor | None]] | None = None
+    """What to watch for gradients cleared in mid-window, if the sums of an open window are not in ``.grad``."""
     reduces_in_hooks = False
     """True if the wrapper itself hangs post-accumulate-grad hooks on its parameters; from others they are refused."""
     shard_group: ProcessGroup | None = None

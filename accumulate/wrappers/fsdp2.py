@@ -64,11 +64,12 @@ class FSDP2Control(SyncControl):
 
     covers_subtree = True
     must_run_backward = True
-    hides_gradients = True
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._param_groups = _param_groups(module)
+        self._probes = [next(iter(group.fsdp_params)) for group in self._param_groups]
+        self.hidden_sums = self._first_sums
         self._unused = self._param_groups
         self._flags: list[list[tuple[bool, bool, bool]]] = []
         self._upcasts: list[RemovableHandle] = []
@@ -96,6 +97,11 @@ class FSDP2Control(SyncControl):
         for group in self._unused if self._flags and self._flags[-1] else ():
             group.reduce_grads = True  # until end()
         return torch.zeros_like(grad) if self.drop else None
+
+    def _first_sums(self) -> list[Tensor | None]:
+        """One sum of each group, where ``model.zero_grad()`` finds it while parameters are unsharded."""
+        unsharded = [getattr(param, "_unsharded_param", None) for param in self._probes]
+        return [None if param is None else param.grad for param in unsharded]
 
     @override
     def begin(self, reduce: bool) -> None:
