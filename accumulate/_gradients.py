@@ -62,6 +62,7 @@ class Gradients:
         hidden = {id(p) for control in hiding for p in control.module.parameters()}
         self._watched = [p for p in self.params if id(p) not in hidden]
         self._hidden_sums = [control.hidden_sums for control in hiding if control.hidden_sums is not None]
+        self._held: list[Tensor | None] = []
         self._versions: list[int] = []
 
     @property
@@ -71,21 +72,27 @@ class Gradients:
 
     def remember(self) -> None:
         """Note the state of every gradient, so that ``changed`` can tell what happened since."""
-        self._versions = self._now()
+        # Held, not only looked at: torch would make a new Python object for each at every look, for 1 us.
+        self._held = self._now()
+        self._versions = [-1 if grad is None else grad._version for grad in self._held]
+
+    def let_go(self) -> None:
+        """Do not keep gradients alive that a reduction or ``zero_grad`` frees."""
+        self._held = []
 
     def changed(self) -> str | None:
         """What was done to the gradients since ``remember``, in words; None if nothing was."""
-        now = self._now()
+        now = [-1 if grad is None else grad._version for grad in self._now()]
         if now == self._versions:
             return None
         cleared = any(before >= 0 > after for before, after in zip(self._versions, now, strict=True))
         return "cleared (zero_grad?)" if cleared else "changed (a backward outside any block, or zero_grad?)"
 
-    def _now(self) -> list[int]:
-        versions = [-1 if (grad := p.grad) is None else grad._version for p in self._watched]
+    def _now(self) -> list[Tensor | None]:
+        grads: list[Tensor | None] = [param.grad for param in self._watched]
         for sums in self._hidden_sums:
-            versions += [-1 if grad is None else grad._version for grad in sums()]
-        return versions
+            grads += sums()
+        return grads
 
     def multiply(self, factor: Tensor) -> None:
         """Multiply every gradient by the 0-dim ``factor``, in place, without reading it on the host."""

@@ -65,6 +65,8 @@ class Windows:
         self._check_usable(tally)
         reduce = tally.position + 1 >= tally.steps if boundary is None else boundary
         self._begin_controls(reduce)
+        for gradients in self._gradients if reduce else ():
+            gradients.let_go()
         self._thread = threading.get_ident()
         self.open, self.is_boundary, self._explicit = tally, reduce, boundary is not None
         self._started = self._dropped = False
@@ -158,6 +160,7 @@ class Windows:
         for control in self._controls:
             control.reset()
         for gradients in self._gradients:
+            gradients.let_go()
             gradients.drop()
         self.open = None
         self._correction.forget()
