@@ -16,7 +16,7 @@ RUN = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
 def test_each_command_of_a_page_is_run_by_ci() -> None:
-    taken = set(re.findall(r"command_of (\S+) (\w+)", RUN))
+    taken = set(re.findall(r"\$\(command_of (\S+) (\w+)\)", RUN))
     given = {(str(page.relative_to(ROOT)), block.command) for page in PAGES for block in blocks(page) if block.command}
     assert given == taken
 
