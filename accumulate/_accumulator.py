@@ -105,8 +105,7 @@ class Accumulator:
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no annotations here
 
     def scale(self, loss: Tensor, weight: float | Tensor | None = None, reduction: str = "mean") -> Tensor:
-        """The loss as :meth:`backward` would run it, for code that has its own backward call; counts it
-        once."""
+        """The loss as :meth:`backward` would run it, for code that has its own backward call; counts it once."""
         arguments.check_loss(loss)
         return self._windows.term(loss, arguments.check_weight(weight, reduction), reduction)
 

@@ -112,8 +112,7 @@ def is_zero(weight: float | Tensor | None) -> bool:
 
 
 def refuse_optimizer_in_backward(named: Iterable[tuple[str, nn.Parameter]], steps: int) -> None:
-    """Raise if a parameter has a hook that runs after each accumulation: with steps > 1 it would see partial
-    sums."""
+    """Raise if a parameter has a hook that runs after each accumulation: with steps > 1 it would see partial sums."""
     if steps == 1:
         return
     for name, param in named:

@@ -1,5 +1,4 @@
-"""The ``.grad`` tensors of a model: what happened to them between two blocks, their norm, and one
-multiply."""
+"""The ``.grad`` tensors of a model: what happened to them between two blocks, their norm, and one multiply."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ __all__ = ["Gradients", "total_norm"]
 
 @dataclass
 class _Part:
-    """Parameters whose gradients are laid out alike: local tensors, DTensors of one mesh, or FSDP1's
-    shards."""
+    """Parameters whose gradients are laid out alike: local tensors, DTensors of one mesh, or FSDP1's shards."""
 
     shard_group: ProcessGroup | None
     params: list[nn.Parameter] = field(default_factory=list)

@@ -51,8 +51,7 @@ class Ranks:
         self._device = _accepted_device(self.groups, device)
 
     def start_sum(self, values: Sequence[float | Tensor], local: bool = False) -> Sum:
-        """Begin to sum ``values`` over the ranks, at the same point on each; ``local``: of this rank
-        alone."""
+        """Begin to sum ``values`` over the ranks, at the same point on each; ``local``: of this rank alone."""
         dtype = precise(self._device)
         parts = [
             v.to(self._device, dtype) if isinstance(v, Tensor) else torch.full((), v, device=self._device, dtype=dtype)

@@ -34,11 +34,9 @@ class SyncControl(ABC):
     """
 
     covers_subtree = False
-    """True if one instance steers the same wrapper further down, so that only the outermost one is
-    controlled."""
+    """True if one instance steers the same wrapper further down, so that only the outermost one is controlled."""
     must_run_backward = False
-    """True while every backward has collectives, so that a rank cannot leave out a micro-batch of weight
-    0."""
+    """True while every backward has collectives, so that a rank cannot leave out a micro-batch of weight 0."""
     hidden_sums: Callable[[], list[Tensor | None]] | None = None
     """What to watch for gradients cleared in mid-window, if the sums of an open window are not in ``.grad``."""
     reduces_in_hooks = False
@@ -188,8 +186,7 @@ def _matches(models: Mapping[str, nn.Module]) -> list[_Match]:
 
 
 def _refuse_part_of_fsdp1(models: Mapping[str, nn.Module], matches: Sequence[_Match]) -> None:
-    """Raise for a model whose parameters belong to an FSDP1 instance further up, which owns their
-    reduction."""
+    """Raise for a model whose parameters belong to an FSDP1 instance further up, which owns their reduction."""
     steered = {id(p) for _, module, _ in matches for p in module.parameters()}
     for label, model in models.items():
         for name, param in model.named_parameters():
@@ -220,8 +217,7 @@ def release(found: Sequence[Found]) -> None:
 
 
 def find(models: Mapping[str, nn.Module]) -> list[Found]:
-    """Every wrapper in ``models``, at any depth; raises :class:`UnsupportedWrapperError` for an unknown
-    one."""
+    """Every wrapper in ``models``, at any depth; raises :class:`UnsupportedWrapperError` for an unknown one."""
     found: list[Found] = []
     matches = _matches(models)
     _refuse_part_of_fsdp1(models, matches)

@@ -13,8 +13,7 @@ __all__ = ["Tally"]
 
 
 class Tally:
-    """The tally of one window: micro-batches, weights and losses. What a failed micro-batch added is not
-    counted."""
+    """The tally of one window: micro-batches, weights and losses. What a failed micro-batch added is not counted."""
 
     def __init__(self, steps: int, mean_weight: float | Tensor | None) -> None:
         self.steps = steps

@@ -1,5 +1,4 @@
-"""The windows of one accumulator, one after another: opening, entering and leaving micro-batches, closing,
-dropping."""
+"""The windows of one accumulator, one after another: opening, entering and leaving micro-batches, closing, dropping."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ __all__ = ["Windows"]
 
 
 class Windows:
-    """Counts micro-batches, decides which one closes a window, and makes the closed window's gradient
-    exact."""
+    """Counts micro-batches, decides which one closes a window, and makes the closed window's gradient exact."""
 
     def __init__(
         self,
@@ -52,21 +50,17 @@ class Windows:
         if not callable(steps):
             self._refuse_optimizer_in_backward(steps)
 
-    # -- micro-batches ------------------------------------------------------------------------------------------------
-
     def enter(self, boundary: bool | None) -> None:
         """Begin a micro-batch: decide whether it closes the window, and tell the wrappers."""
         if self._thread is not None:
             where = "this thread" if self._thread == threading.get_ident() else "another thread"
             raise WindowError(f"step() entered while a step() block of {where} is open; leave that block first")
-        if self.is_closed:
-            raise WindowError("this Accumulator is closed; construct a new one")
         tally = self.open or self._new_tally()
         self._check_usable(tally)
         reduce = tally.position + 1 >= tally.steps if boundary is None else boundary
         self._begin_controls(reduce)
-        for gradients in self._gradients if reduce else ():
-            gradients.let_go()
+        if reduce:
+            self._let_go()
         self._thread = threading.get_ident()
         self.open, self.is_boundary, self._explicit = tally, reduce, boundary is not None
         self._started = self._dropped = False
@@ -100,8 +94,7 @@ class Windows:
             self._remember()
 
     def _fail(self, tally: Tally) -> None:
-        """An exception left the block: the micro-batch is not counted, and may have left half a gradient
-        behind."""
+        """An exception left the block: the micro-batch is not counted, and may have left half a gradient behind."""
         self.is_boundary = False
         self._correction.forget()
         if self._started or any(c.disturbed for c in self._controls) or any(g.changed() for g in self._gradients):
@@ -139,14 +132,13 @@ class Windows:
         self._started = not self._dropped
         return self._started
 
-    # -- windows ------------------------------------------------------------------------------------------------------
-
     def flush(self) -> bool:
         """Close what is open on any rank; True if there was something."""
         self._refuse_inside("flush")
         tally = self.open or self._new_tally()
         self._check_usable(tally)
         if not self._correction.agree(tally):
+            self._let_go()
             return False
         tally.by_hand = self.is_boundary = True
         self._close(tally, flush=True)
@@ -159,8 +151,8 @@ class Windows:
             return
         for control in self._controls:
             control.reset()
+        self._let_go()
         for gradients in self._gradients:
-            gradients.let_go()
             gradients.drop()
         self.open = None
         self._correction.forget()
@@ -201,10 +193,9 @@ class Windows:
             raise
         finally:
             self._correction.forget()
+            self._let_go()
         self.open, self.closed = None, tally
         self.updates += 1
-
-    # -- checks -------------------------------------------------------------------------------------------------------
 
     def _new_tally(self) -> Tally:
         steps = check_steps(self.steps(self.updates) if callable(self.steps) else self.steps)
@@ -220,7 +211,13 @@ class Windows:
         for gradients in self._gradients:
             gradients.remember()
 
+    def _let_go(self) -> None:
+        for gradients in self._gradients:
+            gradients.let_go()
+
     def _check_usable(self, tally: Tally) -> None:
+        if self.is_closed:
+            raise WindowError("this Accumulator is closed; construct a new one")
         if tally.broken:
             raise WindowError(f"this window is broken: {tally.broken}. Call reset() to drop it, then repeat it.")
         if not tally.position:

@@ -19,8 +19,7 @@ __all__ = ["reduce_all", "refuse_options", "refused"]
 
 
 class _Reduce(Function):
-    """A backward that hands gradients to a DDP module's reducer by parameter index, as autograd's hooks
-    would."""
+    """A backward that hands gradients to a DDP module's reducer by parameter index, as autograd's hooks would."""
 
     @staticmethod
     def forward(ctx: Any, seed: Tensor, module: DistributedDataParallel, indices: list[int]) -> Tensor:

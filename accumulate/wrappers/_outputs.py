@@ -49,8 +49,7 @@ def zeros_like(grads: Grads) -> Grads:
 
 
 def tensors_in(output: object) -> list[Tensor]:
-    """Every tensor of a module's output: nested tuples, lists, mappings and dataclasses, as DDP looks for
-    them."""
+    """Every tensor of a module's output: nested tuples, lists, mappings and dataclasses, as DDP looks for them."""
     if isinstance(output, Tensor):
         return [output]
     items: Iterable[object] = ()

@@ -104,8 +104,7 @@ class FSDP1Control(SyncControl):
         return all(self._reduced(handle, version) for handle, version in handles)
 
     def _reduced(self, handle: Any, version_before: int) -> bool:
-        """Whether a unit holds no local sum: by the size of its gradient or, if NO_SHARD keeps that, by its
-        version."""
+        """Whether a unit holds no local sum: by the size of its gradient or, if NO_SHARD keeps that, by its version."""
         flat = handle.flat_param
         if flat.grad is None:
             return True
