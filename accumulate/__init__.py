@@ -1,5 +1,4 @@
-"""Gradient accumulation for hand-written PyTorch loops: N micro-batches, one exact gradient, one
-reduction."""
+"""Gradient accumulation for hand-written PyTorch loops: N micro-batches, one exact gradient, one reduction."""
 
 from ._accumulator import Accumulator
 from ._contexts import no_sync
