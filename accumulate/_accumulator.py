@@ -5,10 +5,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
@@ -17,8 +15,9 @@ from ._advice import batch_statistics, local_gradients
 from ._contexts import Block
 from ._gradients import Gradients, total_norm
 from ._ranks import Ranks
-from ._sync import find, release
+from ._sync import Found, find, release
 from ._typing import BackwardOptions, Optimizer, Steppable
+from ._update import Updates
 from ._windows import Windows
 
 if TYPE_CHECKING:
@@ -30,11 +29,10 @@ __all__ = ["Accumulator"]
 class Accumulator:
     """N micro-batches give one exact gradient and one reduction, in any loop and under any wrapper.
 
-    ``model`` is a module or several; ``steps`` the micro-batches of one window: an int >= 1, or a callable of
-    the update index, read once when a window opens. ``policy`` says what sharded wrappers keep between
-    micro-batches ("balanced" is the only one so far). ``group`` overrules the ranks over which weights are
-    summed (default: those that the wrapper averages over). Construct it on every rank, once the model is
-    wrapped and its weights are loaded.
+    ``model`` is a module or several; ``steps`` the micro-batches of one window: an int >= 1, or a callable of the
+    update index, read once when a window opens. ``policy`` says what sharded wrappers keep between micro-batches
+    ("balanced" is the only one so far). ``group`` overrules the ranks over which weights are summed (default: those
+    that the wrapper averages over). Construct it on every rank, once the model is wrapped and its weights are loaded.
 
     Raises ``TypeError`` or ``ValueError`` for a wrong argument, :class:`UnsupportedWrapperError` for a
     wrapper that cannot be steered, :class:`AccumulateError` if ranks disagree.
@@ -52,8 +50,6 @@ class Accumulator:
         steps = arguments.check_setting(steps)
         self._policy = arguments.check_policy(policy)
         self._found = find(models)
-        self._detach = weakref.finalize(self, release, self._found)  # at close(), or when this object is collected
-        self._detach.atexit = False
         try:
             gradients = [Gradients(name, each, self._found) for name, each in models.items()]
             ranks = Ranks(self._found, group, gradients[0].device)
@@ -61,10 +57,13 @@ class Accumulator:
             ranks.agree(steps=shown, policy=policy, wrappers=self._wrappers())
             self._windows = Windows(steps, self._found, gradients, ranks)
         except BaseException:
-            self._detach()
+            release(self._found)
             raise
+        self._detach = weakref.finalize(self, _detach, self._windows, self._found)  # by close(), or when collected
+        self._detach.atexit = False
         self._gradients = gradients
         self._grad_norm: Tensor | None = None
+        self._updates = Updates()
         advice = [] if steps == 1 else [*batch_statistics(models.values())]
         if group is None:
             advice += local_gradients(models.values(), self._found)
@@ -91,18 +90,21 @@ class Accumulator:
     ) -> None:
         """Add this loss to the window: scale it, then run its backward. The user's tensor is not changed.
 
-        ``loss`` is a scalar: a mean over ``weight`` items, or with ``reduction="sum"`` their sum. ``weight``
-        is a number or a 0-dim tensor on any device (never read on the host); without it, a micro-batch counts
-        1. ``weight=0`` as a number drops the micro-batch, whatever its loss is: this rank still takes part in
-        every collective. ``kwargs`` go to ``Tensor.backward``. Raises ``ValueError``/``TypeError`` for a loss
-        or weight that cannot be one, :class:`WindowError` outside a block or if weighted and unweighted
-        losses meet in one window.
+        ``loss`` is a scalar: a mean over ``weight`` items, or with ``reduction="sum"`` their sum. ``weight`` is a
+        number or a 0-dim tensor on any device (never read on the host); without it, a micro-batch counts 1.
+        ``weight=0`` as a number drops the micro-batch, whatever its loss is: this rank still takes part in every
+        collective. ``kwargs`` go to ``Tensor.backward``. Raises ``ValueError``/``TypeError`` for a loss or weight that
+        cannot be one, :class:`WindowError` outside a block or if weighted and unweighted losses meet in one window.
         """
         arguments.check_loss(loss)
         weight = arguments.check_weight(weight, reduction)
         scaled = self._windows.term(loss, weight, reduction)
         if self._windows.begin_backward():
-            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no annotations here
+            try:
+                scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no annotations here
+            except BaseException:
+                self._windows.break_off()
+                raise
 
     def scale(self, loss: Tensor, weight: float | Tensor | None = None, reduction: str = "mean") -> Tensor:
         """The loss as :meth:`backward` would run it, for code that has its own backward call; counts it once."""
@@ -122,9 +124,8 @@ class Accumulator:
     def reset(self) -> None:
         """Drop an open window: its count, its weights and its gradients, sums that FSDP2 hides included.
 
-        Call it on every rank. The only way on after an exception has broken a window. Raises
-        :class:`WindowError` inside a block, :class:`AccumulateError` for an FSDP1 model that an exception has
-        left unusable.
+        Call it on every rank. The only way on after an exception has broken a window. Raises :class:`WindowError`
+        inside a block, :class:`AccumulateError` for an FSDP1 model that an exception has left unusable.
         """
         self._windows.reset()
 
@@ -161,9 +162,8 @@ class Accumulator:
         """Clip the closed window's gradient to ``max_norm``; returns its norm before, over all shards and
         models.
 
-        A 0-dim tensor, the same on every rank of a wrapped model. Raises :class:`WindowError` off the
-        boundary, where gradients are partial (FSDP2 would report 0), ``ValueError`` for a negative or NaN
-        ``max_norm``.
+        A 0-dim tensor, the same on every rank of a wrapped model. Raises :class:`WindowError` off the boundary, where
+        gradients are partial (FSDP2 would report 0), ``ValueError`` for a negative or NaN ``max_norm``.
         """
         self._windows.require_boundary("clip_grad_norm_")
         if not max_norm >= 0:
@@ -179,27 +179,22 @@ class Accumulator:
         """At a boundary: clip, step the optimizers and schedulers, clear the gradients. Off the boundary:
         nothing.
 
-        Returns whether the step was taken, so it can be called after every block. Raises ``TypeError``
-        without an optimizer, :class:`WindowError` inside a block.
+        Returns whether the step was taken: an optimizer takes each update once, so this can be called after every
+        block. Raises ``TypeError`` without an optimizer, :class:`WindowError` inside a block.
         """
         if not optimizers:
             raise TypeError("optimizer_step() needs at least one optimizer")
         schedulers = tuple(schedulers)
-        if not self._windows.at_boundary("optimizer_step"):
+        if not self._windows.at_boundary("optimizer_step") or not self._updates.pending(optimizers, self.updates):
             return False
         if max_norm is not None:
             self.clip_grad_norm_(max_norm)
-        for each in (*optimizers, *schedulers):
-            each.step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        torch.clear_autocast_cache()  # an outer autocast would go on with casts of the old weights
+        self._updates.take(optimizers, schedulers, self.updates)
         return True
 
     @property
     def loss(self) -> Tensor | None:
-        """This rank's weighted mean loss of the last closed window: 0-dim, detached, on its device, never
-        synchronised.
+        """This rank's weighted mean loss of the last closed window: 0-dim, detached, on its device, no collective.
 
         None before the first window, or if the user scales; 0 for a window of total weight 0.
         """
@@ -226,24 +221,27 @@ class Accumulator:
     def close(self) -> None:
         """Detach from the model, which is then as it was found; an open window is dropped with a warning.
 
-        Calling it twice is fine; any later block raises :class:`WindowError`, and so does ``close`` inside a
-        block.
+        Calling it twice is fine; any later block raises :class:`WindowError`, and so does ``close`` inside a block.
         """
-        open_window = self._windows.open
-        self._windows.close()
+        self._windows.refuse_inside("close")
         self._detach()
-        if open_window is not None and not open_window.broken:
-            warnings.warn(
-                f"close() dropped a window of {open_window.position} micro-batches; call flush() first to use it",
-                stacklevel=2,
-            )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
             self._windows.close()  # before close() warns: the exception on its way matters more
         self.close()
+
+
+def _detach(windows: Windows, found: Sequence[Found]) -> None:
+    """Leave the model as it was found; not a method, so that it can run when the accumulator has gone."""
+    lost = windows.close()
+    release(found)
+    if lost is not None:
+        warnings.warn(
+            f"an Accumulator ended with an open window of {lost.position} micro-batches, which were dropped; flush() "
+            "would have used them",
+            stacklevel=3,
+        )

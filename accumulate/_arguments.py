@@ -35,11 +35,11 @@ def as_models(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
         raise ValueError("model is an empty list; pass at least one nn.Module")
     owner: dict[int, int] = {}
     for index, each in enumerate(model):
-        for module in each.modules():
-            if owner.setdefault(id(module), index) != index:
+        for part in (*each.modules(), *each.parameters()):
+            if owner.setdefault(id(part), index) != index:
                 raise ValueError(
-                    f"model[{index}] and model[{owner[id(module)]}] share a {type(module).__name__}, whose gradient "
-                    "would be scaled twice. Pass each module once."
+                    f"model[{index}] and model[{owner[id(part)]}] share a {type(part).__name__}, whose gradient would "
+                    "be scaled twice. Pass each module once, and models that share parameters as one module."
                 )
     return {f"model[{index}]": each for index, each in enumerate(model)}
 
@@ -98,6 +98,8 @@ def check_weight(weight: float | Tensor | None, reduction: str) -> float | Tenso
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ValueError(f"weight must be one number, got a tensor of shape {tuple(weight.shape)}; pass its sum")
+        if weight.is_complex():
+            raise TypeError(f"weight must be a real number, got a tensor of dtype {weight.dtype}")
         return weight.detach().reshape(()).to(precise(weight.device))  # an integer count times a scale would be float32
     if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
         raise TypeError(f"weight must be a number or a 0-dim tensor, got {weight!r}")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from torch import nn
 
+from ._arguments import as_models
 from ._errors import WindowError
 from ._sync import Found, find, release
 from ._windows import Windows
@@ -25,9 +24,7 @@ class Block:
     def __enter__(self) -> None:
         self._windows.enter(self._boundary)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._windows.leave(failed=kind is not None)
 
 
@@ -42,19 +39,17 @@ class no_sync:  # noqa: N801 - a context manager that reads as a verb, like torc
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._models = as_models(model)
         self._found: list[Found] = []
 
     def __enter__(self) -> None:
         if self._found:
             raise WindowError("this no_sync(model) is entered already; call no_sync(model) again for a nested block")
-        self._found = find({"model": self._model})
+        self._found = find(self._models)
         for _, control in self._found:
             control.begin(reduce=False)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         found, self._found = self._found, []
         for _, control in reversed(found):
             control.end()

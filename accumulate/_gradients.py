@@ -36,7 +36,9 @@ class _Part:
             norm = norm.full_tensor()  # type: ignore[attr-defined]  # a DTensor's method
         if self.shard_group is None:
             return norm
-        norm = norm.to(self.params[0].device)
+        # A rank that holds no piece of the gradient has a zero of the default dtype, whatever the others have.
+        dtype = torch.float64 if self.params[0].dtype == torch.float64 else torch.float32
+        norm = norm.to(self.params[0].device, dtype)
         infinite = norm_type == float("inf")
         power = norm if infinite else norm**norm_type
         op = torch.distributed.ReduceOp.MAX if infinite else torch.distributed.ReduceOp.SUM
@@ -56,6 +58,8 @@ class Gradients:
         """The parameters that must have no post-accumulate-grad hook."""
         self.params = list(model.parameters())
         self.parts = _partition(self.params, found)
+        steered = {id(p) for _, control in found for p in control.module.parameters()}
+        self._unsteered = [p for p in self.params if id(p) not in steered]
         hiding = [c for _, c in found if c.hidden_sums is not None and id(c.module) in inside]
         hidden = {id(p) for control in hiding for p in control.module.parameters()}
         self._watched = [p for p in self.params if id(p) not in hidden]
@@ -80,8 +84,9 @@ class Gradients:
 
     def changed(self) -> str | None:
         """What was done to the gradients since ``remember``, in words; None if nothing was."""
-        now = [-1 if grad is None else grad._version for grad in self._now()]
-        if now == self._versions:
+        grads = self._now()
+        now = [-1 if grad is None else grad._version for grad in grads]
+        if now == self._versions and all(map(_same, grads, self._held)):
             return None
         cleared = any(before >= 0 > after for before, after in zip(self._versions, now, strict=True))
         return "cleared (zero_grad?)" if cleared else "changed (a backward outside any block, or zero_grad?)"
@@ -92,6 +97,11 @@ class Gradients:
             grads += sums()
         return grads
 
+    def unsteered(self) -> list[tuple[nn.Parameter, Tensor | None]]:
+        """Copies of the gradients outside every wrapper, which a backward that must contribute nothing may spoil."""
+        return [(p, None if p.grad is None else p.grad.clone()) for p in self._unsteered]
+
+    @torch.no_grad()
     def multiply(self, factor: Tensor) -> None:
         """Multiply every gradient by the 0-dim ``factor``, in place, without reading it on the host."""
         for part in self.parts:
@@ -112,11 +122,18 @@ class Gradients:
 def total_norm(several: Sequence[Gradients], norm_type: float) -> Tensor:
     """The norm of all the gradients as one vector, over all their shards."""
     norms = [part.norm(norm_type) for gradients in several for part in gradients.parts]
-    if len(norms) == 1:
-        return norms[0]
+    if len(norms) <= 1:
+        return norms[0] if norms else torch.zeros(())
     dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
     every = torch.stack([n.to(norms[0].device, dtype) for n in norms])
     return torch.linalg.vector_norm(every, norm_type)  # type: ignore[no-any-return]  # torch.linalg is untyped
+
+
+def _same(grad: Tensor | None, held: Tensor | None) -> bool:
+    """Whether a gradient is the one that was there before, perhaps as another Python object (FSDP1's views)."""
+    if grad is held or grad is None or held is None:
+        return grad is held
+    return grad.layout == held.layout == torch.strided and grad.data_ptr() == held.data_ptr()
 
 
 def _is_dtensor(tensor: Tensor) -> bool:

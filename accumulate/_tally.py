@@ -38,6 +38,11 @@ class Tally:
         """``loss`` scaled as a term of the micro-batch that is under way, which is now tallied."""
         weighted = weight is not None
         if self.weighted is None:
+            if self.position:
+                raise WindowError(
+                    f"the first {self.position} blocks of this window ran no backward() or scale(), so how their "
+                    "gradients were scaled is unknown. Use backward() or scale() in all blocks of a window, or in none."
+                )
             self.begin_terms(weighted)
         elif self.weighted != weighted:
             raise WindowError(_mixed(weight))
@@ -104,7 +109,7 @@ class Tally:
 
 
 def _agree(first: float | Tensor | None, second: float | Tensor | None) -> bool:
-    """Whether two weights are known to differ: numbers are compared, tensors are never read."""
+    """Whether two weights may be one: numbers are compared, tensors are never read."""
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         return isinstance(first, Tensor) and isinstance(second, Tensor)
     return first == second

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-import torch
 from torch import Tensor
 
 from ._arguments import check_steps, is_zero, refuse_optimizer_in_backward
 from ._correction import Correction
+from ._drop import Drop
 from ._errors import AccumulateError, WindowError
 from ._gradients import Gradients
 from ._ranks import Ranks
@@ -45,7 +45,7 @@ class Windows:
         self._thread: int | None = None
         self._explicit = False
         self._started = False
-        self._dropped = False
+        self._drop = Drop(self._controls, gradients)
         self._correction = Correction(ranks, gradients)
         if not callable(steps):
             self._refuse_optimizer_in_backward(steps)
@@ -63,7 +63,7 @@ class Windows:
             self._let_go()
         self._thread = threading.get_ident()
         self.open, self.is_boundary, self._explicit = tally, reduce, boundary is not None
-        self._started = self._dropped = False
+        self._started = False
 
     def _begin_controls(self, reduce: bool) -> None:
         begun = []
@@ -82,14 +82,21 @@ class Windows:
         for control in reversed(self._controls):
             control.drop = False
             control.end()
+        self._drop.end()
         tally = self._opened()
-        if failed:
+        if failed or tally.broken:
             self._fail(tally)
             return
+        if tally.weighted is False and not tally.terms:
+            self._fail(tally)
+            raise WindowError(
+                "this step() block ran no backward() although others of its window did; it was not counted. Leave its "
+                "batch out before the block, or give every loss a weight and call backward(loss, weight=0) here."
+            )
         tally.commit(self._explicit)
         self.micro_steps += 1
         if self.is_boundary:
-            self._close(tally, flush=self._dropped)
+            self._close(tally, flush=False)
         else:
             self._remember()
 
@@ -97,7 +104,9 @@ class Windows:
         """An exception left the block: the micro-batch is not counted, and may have left half a gradient behind."""
         self.is_boundary = False
         self._correction.forget()
-        if self._started or any(c.disturbed for c in self._controls) or any(g.changed() for g in self._gradients):
+        if not tally.broken and (
+            self._started or any(c.disturbed for c in self._controls) or any(g.changed() for g in self._gradients)
+        ):
             tally.broken = f"an exception left micro-batch {tally.position + 1} of {tally.steps} half done"
         tally.discard()
         if not tally.broken and not tally.position:
@@ -112,33 +121,28 @@ class Windows:
         if not tally.terms:
             self._check_usable(tally)  # zero_grad() at the top of the block
         scaled = tally.term(loss, weight, reduction)
-        if is_zero(weight):
-            scaled = self._drop(scaled)
         if self.is_boundary and (tally.weighted or tally.by_hand or self._explicit):
             self._correction.start(tally)
-        return scaled
-
-    def _drop(self, scaled: Tensor) -> Tensor:
-        """What a dropped loss is replaced by: nothing of it, or zeros where every backward has collectives."""
-        if any(control.must_run_backward for control in self._controls):
-            for control in self._controls:
-                control.drop = True
-            return scaled
-        self._dropped = True
-        return torch.zeros_like(scaled, requires_grad=True)  # without a graph: its backward reaches no wrapper
+        return self._drop.replace(scaled, self.is_boundary) if is_zero(weight) else scaled
 
     def begin_backward(self) -> bool:
         """Whether the loss just scaled needs its backward; from here on an exception breaks the window."""
-        self._started = not self._dropped
+        self._started = not self._drop.skips_backward
         return self._started
+
+    def break_off(self) -> None:
+        """Backward raised: what it left in the gradients cannot be told apart, even if the caller goes on."""
+        tally = self._opened()
+        tally.broken = f"backward of micro-batch {tally.position + 1} of {tally.steps} raised an exception"
 
     def flush(self) -> bool:
         """Close what is open on any rank; True if there was something."""
-        self._refuse_inside("flush")
+        self.refuse_inside("flush")
         tally = self.open or self._new_tally()
         self._check_usable(tally)
         if not self._correction.agree(tally):
             self._let_go()
+            self.is_boundary = False
             return False
         tally.by_hand = self.is_boundary = True
         self._close(tally, flush=True)
@@ -146,7 +150,7 @@ class Windows:
 
     def reset(self) -> None:
         """Drop the open window, its gradients and its hidden sums."""
-        self._refuse_inside("reset")
+        self.refuse_inside("reset")
         if self.open is None:
             return
         for control in self._controls:
@@ -154,20 +158,20 @@ class Windows:
         self._let_go()
         for gradients in self._gradients:
             gradients.drop()
-        self.open = None
+        self.open, self.is_boundary = None, False
         self._correction.forget()
-        self.is_boundary = False
 
-    def close(self) -> None:
-        """Drop an open window and refuse every later block."""
-        self._refuse_inside("close")
-        self.is_closed = True
+    def close(self) -> Tally | None:
+        """Drop an open window and refuse every later block; returns a window that was lost by it."""
+        self.refuse_inside("close")
+        self.is_closed, lost = True, self.open
         with suppress(AccumulateError):  # an FSDP1 model that an exception has left unusable
             self.reset()
+        return lost if lost is not None and not lost.broken else None
 
     def at_boundary(self, call: str) -> bool:
         """Whether a window has been closed and no later one has begun; raises inside a block."""
-        self._refuse_inside(call)
+        self.refuse_inside(call)
         return self.is_boundary
 
     def require_boundary(self, call: str) -> None:
@@ -175,8 +179,8 @@ class Windows:
         if not self.at_boundary(call):
             position = self.open.position if self.open else 0
             raise WindowError(
-                f"{call}() at micro-batch {position} of a window: its gradient is not complete (or not reduced) yet. "
-                "Call it when is_boundary is true."
+                f"{call}() at micro-batch {position} of a window, whose gradient is not complete yet. Call it when "
+                "is_boundary is true."
             )
 
     def _close(self, tally: Tally, flush: bool) -> None:
@@ -229,7 +233,8 @@ class Windows:
                     "inside a window. Clear them only when is_boundary is true; reset() drops this window."
                 )
 
-    def _refuse_inside(self, call: str) -> None:
+    def refuse_inside(self, call: str) -> None:
+        """Raise in the middle of a micro-batch."""
         if self._thread is not None:
             raise WindowError(
                 f"{call}() inside a step() block: the micro-batch is not complete. Call it after the block."

@@ -12,11 +12,12 @@ its forward would have, unless a micro-batch off the boundary is open.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -59,7 +60,9 @@ class DDPControl(SyncControl):
         self.ddp = module
         refuse_options(module)
         # A static graph's reducer is flushed by other collectives than its backward runs, so no rank may leave one out.
-        self.must_run_backward = module.static_graph
+        # Nor where backward has collectives of its own.
+        synced = any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
+        self.must_run_backward = module.static_graph or synced
         self._blocks: list[bool] = []
         self._armed = 0
         self._task = -1
@@ -111,8 +114,9 @@ class DDPControl(SyncControl):
         elif inner:
             hook = _Arm(self, inner)
         tensors = [output] if isinstance(output, Tensor) else tensors_in(output)
-        if not tensors and output is not None and False not in self._blocks:
-            self._arm([])  # an object that only the user can look into: decide now, as DDP does
+        hidden = not any(tensor.requires_grad for tensor in tensors)
+        if hidden and False not in self._blocks and sys.exc_info()[0] is None:
+            self._arm([])  # the loss is where only the user can look: decide now, as DDP does
         for tensor in tensors:
             if tensor.requires_grad:
                 self._hang(hook, tensor)
@@ -166,8 +170,9 @@ class DDPControl(SyncControl):
     def begin(self, reduce: bool) -> None:
         if self.ddp._join_config.enable:
             raise refused("an enclosing join()", "a rank that joined early loses its open window")
-        self.disturbed = False
-        self._armed = 0
+        if not self._blocks:
+            self.disturbed = False
+            self._armed = 0
         self._blocks.append(reduce)
 
     @override
@@ -193,9 +198,10 @@ class DDPControl(SyncControl):
             self.ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
             raise AccumulateError(
-                "a DistributedDataParallel parameter got no gradient in the boundary micro-batch: its bucket is not "
-                "reduced and the ranks' gradients differ. Use find_unused_parameters=True, or let every boundary "
-                "micro-batch use every parameter; then call reset() and repeat the window."
+                "a DistributedDataParallel parameter got no gradient in the boundary micro-batch, or one from outside "
+                "the module's forward: its bucket is not reduced and the ranks' gradients differ. Use every parameter "
+                "inside forward in each boundary micro-batch, or find_unused_parameters=True; then reset() and repeat "
+                "the window."
             ) from error
         # DDP would do this (once, with a broadcast) in its next forward, which a rank without more data never reaches.
         self.ddp.reducer._rebuild_buckets()

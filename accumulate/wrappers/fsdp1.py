@@ -70,7 +70,8 @@ class FSDP1Control(SyncControl):
                 "the FullyShardedDataParallel given to Accumulator lies inside another one, which owns its schedule. "
                 "Pass the outermost module."
             )
-        self.disturbed = False
+        if not self._flags:
+            self.disturbed = False
         self._flags.append([m._sync_gradients for m in self._instances])
         if reduce:
             self._versions = [self._version(handle) for handle in self._handles]

@@ -68,7 +68,8 @@ class FSDP2Control(SyncControl):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._param_groups = _param_groups(module)
-        self._probes = [next(iter(group.fsdp_params)) for group in self._param_groups]
+        trainable = ([p for p in g.fsdp_params if p.sharded_param.requires_grad] for g in self._param_groups)
+        self._probes = [params[0] for params in trainable if params]
         self.hidden_sums = self._first_sums
         self._unused = self._param_groups
         self._flags: list[list[tuple[bool, bool, bool]]] = []
@@ -80,8 +81,8 @@ class FSDP2Control(SyncControl):
     @property
     @override
     def groups(self) -> tuple[ProcessGroup, ...]:
-        info = self._param_groups[0].mesh_info
         names = ("shard_process_group", "replicate_process_group")
+        info = self._param_groups[0].mesh_info if self._param_groups else None
         return tuple(getattr(info, name) for name in names if hasattr(info, name))
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]  # FSDP2's own hooks break the graph here as well
@@ -110,7 +111,8 @@ class FSDP2Control(SyncControl):
                 f"the {type(self.module).__name__} given to Accumulator lies inside another fully_shard module. "
                 "Pass the outermost module: the reduction is decided there for all of it."
             )
-        self.disturbed = False
+        if not self._flags:
+            self.disturbed = False
         groups = [] if reduce else self._param_groups
         self._flags.append([(g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward) for g in groups])
         for group in groups:

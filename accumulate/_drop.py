@@ -1,0 +1,44 @@
+"""A micro-batch that must contribute exactly nothing on this rank, while the others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ._gradients import Gradients
+from ._sync import SyncControl
+
+__all__ = ["Drop"]
+
+
+class Drop:
+    """Replaces a dropped loss by what keeps this rank's collectives equal to the others'."""
+
+    def __init__(self, controls: Sequence[SyncControl], gradients: Sequence[Gradients]) -> None:
+        self.skips_backward = False
+        """Whether the loss of this micro-batch needs no backward."""
+        self._controls = controls
+        self._gradients = gradients
+        self._aside: list[tuple[nn.Parameter, Tensor | None]] = []
+
+    def replace(self, scaled: Tensor, boundary: bool) -> Tensor:
+        """What to run backward on: nothing of the loss, or zeros where the others' backward has collectives."""
+        several = boundary and len(self._controls) > 1  # which reduce in the order in which backward reaches them
+        if several or any(control.must_run_backward for control in self._controls):
+            self._aside = self._aside or [pair for gradients in self._gradients for pair in gradients.unsteered()]
+            for control in self._controls:
+                control.drop = True
+            return scaled
+        self.skips_backward = True
+        for control in self._controls if boundary else ():
+            control.flush()  # in the place of the reduction that this loss's backward makes on the other ranks
+        return torch.zeros_like(scaled, requires_grad=True)  # without a graph: its backward reaches no wrapper
+
+    def end(self) -> None:
+        """The micro-batch is over: put back what a backward with zeros may have spoilt outside the wrappers."""
+        for param, grad in self._aside:
+            param.grad = grad
+        self._aside = []
+        self.skips_backward = False

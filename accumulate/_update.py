@@ -1,0 +1,31 @@
+"""One update of the parameters for one closed window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ._typing import Optimizer, Steppable
+
+__all__ = ["Updates"]
+
+
+class Updates:
+    """Remembers which optimizers have taken the update of which window: none takes one twice."""
+
+    def __init__(self) -> None:
+        self._taken: set[tuple[int, int]] = set()
+
+    def pending(self, optimizers: Sequence[Optimizer], update: int) -> bool:
+        """Whether none of these optimizers has taken this update yet."""
+        return not any((id(optimizer), update) in self._taken for optimizer in optimizers)
+
+    def take(self, optimizers: Sequence[Optimizer], schedulers: Sequence[Steppable], update: int) -> None:
+        """Step everything once, and clear the gradients."""
+        self._taken = {each for each in self._taken if each[1] == update} | {(id(o), update) for o in optimizers}
+        for each in (*optimizers, *schedulers):
+            each.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        torch.clear_autocast_cache()  # an outer autocast would go on with casts of the old weights
