@@ -92,9 +92,10 @@ class Accumulator:
 
         ``loss`` is a scalar: a mean over ``weight`` items, or with ``reduction="sum"`` their sum. ``weight`` is a
         number or a 0-dim tensor on any device (never read on the host); without it, a micro-batch counts 1.
-        ``weight=0`` as a number drops the micro-batch, whatever its loss is: this rank still takes part in every
-        collective. ``kwargs`` go to ``Tensor.backward``. Raises ``ValueError``/``TypeError`` for a loss or weight that
-        cannot be one, :class:`WindowError` outside a block or if weighted and unweighted losses meet in one window.
+        ``weight=0`` as a number drops the micro-batch, whatever its loss is, while this rank still takes part in every
+        collective; all other losses of the window, on all ranks, then need a weight too (1 will do). ``kwargs`` go to
+        ``Tensor.backward``. Several calls in one block are terms of one micro-batch. Raises ``ValueError`` or
+        ``TypeError`` for a loss or weight that cannot be one, :class:`WindowError` outside a block or for mixed windows.
         """
         arguments.check_loss(loss)
         weight = arguments.check_weight(weight, reduction)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Found", "SyncControl", "acquire", "find", "register", "release"]
+__all__ = ["Found", "SyncControl", "acquire", "find", "not_reduced", "register", "release"]
 
 
 class SyncControl(ABC):
@@ -39,6 +39,8 @@ class SyncControl(ABC):
     """True while every backward has collectives, so that a rank cannot leave out a micro-batch of weight 0."""
     hidden_sums: Callable[[], list[Tensor | None]] | None = None
     """What to watch for gradients cleared in mid-window, if the sums of an open window are not in ``.grad``."""
+    before_another_backward: Callable[[], None] | None = None
+    """Called at a boundary before the second and each later backward of the micro-batch."""
     reduces_in_hooks = False
     """True if the wrapper itself hangs post-accumulate-grad hooks on its parameters; from others they are refused."""
     shard_group: ProcessGroup | None = None
@@ -228,3 +230,11 @@ def find(models: Mapping[str, nn.Module]) -> list[Found]:
         release(found)
         raise
     return found
+
+
+def not_reduced(name: str, control: SyncControl) -> str:
+    """What to say of a wrapper that has no evidence of a reduction."""
+    return (
+        f"{name} ({type(control.module).__name__}) reduced nothing in the micro-batch that closes the window. Call the "
+        "wrapper itself, not its .module, and leave its own no_sync() alone; then reset() and repeat the window."
+    )

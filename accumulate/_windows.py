@@ -14,7 +14,7 @@ from ._drop import Drop
 from ._errors import AccumulateError, WindowError
 from ._gradients import Gradients
 from ._ranks import Ranks
-from ._sync import Found, SyncControl
+from ._sync import Found, not_reduced
 from ._tally import Tally
 
 __all__ = ["Windows"]
@@ -127,6 +127,10 @@ class Windows:
 
     def begin_backward(self) -> bool:
         """Whether the loss just scaled needs its backward; from here on an exception breaks the window."""
+        if self.is_boundary and self._started:
+            for control in self._controls:
+                if control.before_another_backward is not None:
+                    control.before_another_backward()
         self._started = not self._drop.skips_backward
         return self._started
 
@@ -189,7 +193,7 @@ class Windows:
                 if flush:
                     control.flush()
                 elif not control.finish():
-                    raise AccumulateError(_not_reduced(name, control))
+                    raise AccumulateError(not_reduced(name, control))
             self._correction.apply(tally)
         except BaseException:
             tally.broken = "its last micro-batch could not be reduced"
@@ -243,10 +247,3 @@ class Windows:
     def _refuse_optimizer_in_backward(self, steps: int) -> None:
         for gradients in self._gradients:
             refuse_optimizer_in_backward(gradients.without_hooks, steps)
-
-
-def _not_reduced(name: str, control: SyncControl) -> str:
-    return (
-        f"{name} ({type(control.module).__name__}) reduced nothing in the micro-batch that closes the window. Call the "
-        "wrapper itself, not its .module, and leave its own no_sync() alone; then reset() and repeat the window."
-    )

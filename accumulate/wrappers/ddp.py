@@ -69,6 +69,8 @@ class DDPControl(SyncControl):
         self._flag = True
         self._deferred = False
         self._inner_outputs: list[Tensor] = []
+        self._noted: tuple[int, list[int]] | None = None
+        self.before_another_backward = self._note
         self._cycles: list[_Arm] = []
         self._late: list[Node] = []
         self._leaves: list[RemovableHandle] = []
@@ -173,6 +175,7 @@ class DDPControl(SyncControl):
         if not self._blocks:
             self.disturbed = False
             self._armed = 0
+            self._noted = None
         self._blocks.append(reduce)
 
     @override
@@ -203,9 +206,22 @@ class DDPControl(SyncControl):
                 "inside forward in each boundary micro-batch, or find_unused_parameters=True; then reset() and repeat "
                 "the window."
             ) from error
+        if self._noted is not None and self._noted[0] == self._armed and self._noted[1] != self._versions():
+            raise AccumulateError(
+                "the last loss of the boundary micro-batch reached DDP's parameters without passing "
+                "its outputs, after the others were reduced, so the ranks' gradients differ. Run its backward first, or "
+                "add it to the other loss; then reset() and repeat the window."
+            )
         # DDP would do this (once, with a broadcast) in its next forward, which a rank without more data never reaches.
         self.ddp.reducer._rebuild_buckets()
         return True
+
+    def _note(self) -> None:
+        """Remember what is reduced so far, to see whether a further backward adds to it without being reduced."""
+        self._noted = (self._armed, self._versions()) if self._armed else None
+
+    def _versions(self) -> list[int]:
+        return [-1 if (grad := p.grad) is None else grad._version for p in self.ddp.parameters()]
 
     @override
     def flush(self) -> None:
