@@ -95,7 +95,7 @@ class Accumulator:
         ``weight=0`` as a number drops the micro-batch, whatever its loss is, while this rank still takes part in every
         collective; all other losses of the window, on all ranks, then need a weight too (1 will do). ``kwargs`` go to
         ``Tensor.backward``. Several calls in one block are terms of one micro-batch. Raises ``ValueError`` or
-        ``TypeError`` for a loss or weight that cannot be one, :class:`WindowError` outside a block or for mixed windows.
+        ``TypeError`` for a loss or weight that cannot be one, :class:`WindowError` outside a block or if they mix.
         """
         arguments.check_loss(loss)
         weight = arguments.check_weight(weight, reduction)
