@@ -61,7 +61,7 @@ def train(model: nn.Module, steps: int, rank: int, ranks: int) -> None:
                 acc.backward(F.cross_entropy(model(micro_x), micro_y))
             acc.optimizer_step(optimizer, max_norm=1.0)  # does nothing until the window is full
         if rank == 0 and update % 10 == 9:
-            print(f"  update {update + 1}: loss {acc.loss:.4f}, gradient norm {acc.grad_norm:.4f}", flush=True)
+            print(f"  update {update + 1}: rank 0's loss {acc.loss:.4f}, gradient norm {acc.grad_norm:.4f}", flush=True)
 
 
 def main(rank: int, folder: str) -> None:
