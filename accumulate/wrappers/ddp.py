@@ -209,7 +209,7 @@ class DDPControl(SyncControl):
         if self._noted is not None and self._noted[0] == self._armed and self._noted[1] != self._versions():
             raise AccumulateError(
                 "the last loss of the boundary micro-batch reached parameters of DistributedDataParallel not through "
-                "its outputs, after the others were reduced, so ranks' gradients differ. Run its backward first, or add "
+                "its outputs, after the others were reduced, so ranks' gradients differ. Run its backward first or add "
                 "it to the other loss; then reset() and repeat the window."
             )
         # DDP would do this (once, with a broadcast) in its next forward, which a rank without more data never reaches.
