@@ -98,7 +98,8 @@ class Accumulator:
         ``TypeError`` for a loss or weight that cannot be one, :class:`WindowError` outside a block or if they mix.
         """
         arguments.check_loss(loss)
-        weight = arguments.check_weight(weight, reduction)
+        if weight is not None or reduction != "mean":
+            weight = arguments.check_weight(weight, reduction)
         scaled = self._windows.term(loss, weight, reduction)
         if self._windows.begin_backward():
             try:

@@ -17,6 +17,7 @@ class Drop:
     """Replaces a dropped loss by what keeps this rank's collectives equal to the others'."""
 
     def __init__(self, controls: Sequence[SyncControl], gradients: Sequence[Gradients]) -> None:
+        self.is_used = False
         self.skips_backward = False
         """Whether the loss of this micro-batch needs no backward."""
         self._controls = controls
@@ -25,6 +26,7 @@ class Drop:
 
     def replace(self, scaled: Tensor, boundary: bool) -> Tensor:
         """What to run backward on: nothing of the loss, or zeros where the others' backward has collectives."""
+        self.is_used = True
         several = boundary and len(self._controls) > 1  # which reduce in the order in which backward reaches them
         if several or any(control.must_run_backward for control in self._controls):
             self._aside = self._aside or [pair for gradients in self._gradients for pair in gradients.unsteered()]
@@ -41,4 +43,4 @@ class Drop:
         for param, grad in self._aside:
             param.grad = grad
         self._aside = []
-        self.skips_backward = False
+        self.is_used = self.skips_backward = False

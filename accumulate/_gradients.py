@@ -64,7 +64,7 @@ class Gradients:
         hidden = {id(p) for control in hiding for p in control.module.parameters()}
         self._watched = [p for p in self.params if id(p) not in hidden]
         self._hidden_sums = [control.hidden_sums for control in hiding if control.hidden_sums is not None]
-        self._held: list[Tensor | None] = []
+        self._held: Tensor | None = None
         self._versions: list[int] = []
 
     @property
@@ -74,28 +74,26 @@ class Gradients:
 
     def remember(self) -> None:
         """Note the state of every gradient, so that ``changed`` can tell what happened since."""
-        # Held, not only looked at: torch would make a new Python object for each at every look, for 1 us.
-        self._held = self._now()
-        self._versions = [-1 if grad is None else grad._version for grad in self._held]
+        self._versions = self._now()
+        self._held = self._watched[0].grad if self._watched else None
 
     def let_go(self) -> None:
-        """Do not keep gradients alive that a reduction or ``zero_grad`` frees."""
-        self._held = []
+        """Do not keep a gradient alive that a reduction or ``zero_grad`` frees."""
+        self._held = None
 
     def changed(self) -> str | None:
         """What was done to the gradients since ``remember``, in words; None if nothing was."""
-        grads = self._now()
-        now = [-1 if grad is None else grad._version for grad in grads]
-        if now == self._versions and all(map(_same, grads, self._held)):
+        now = self._now()
+        if now == self._versions and (self._held is None or _same(self._watched[0].grad, self._held)):
             return None
         cleared = any(before >= 0 > after for before, after in zip(self._versions, now, strict=True))
         return "cleared (zero_grad?)" if cleared else "changed (a backward outside any block, or zero_grad?)"
 
-    def _now(self) -> list[Tensor | None]:
-        grads: list[Tensor | None] = [param.grad for param in self._watched]
+    def _now(self) -> list[int]:
+        versions = [-1 if (grad := p.grad) is None else grad._version for p in self._watched]
         for sums in self._hidden_sums:
-            grads += sums()
-        return grads
+            versions += [-1 if grad is None else grad._version for grad in sums()]
+        return versions
 
     def unsteered(self) -> list[tuple[nn.Parameter, Tensor | None]]:
         """Copies of the gradients outside every wrapper, which a backward that must contribute nothing may spoil."""
@@ -129,9 +127,9 @@ def total_norm(several: Sequence[Gradients], norm_type: float) -> Tensor:
     return torch.linalg.vector_norm(every, norm_type)  # type: ignore[no-any-return]  # torch.linalg is untyped
 
 
-def _same(grad: Tensor | None, held: Tensor | None) -> bool:
+def _same(grad: Tensor | None, held: Tensor) -> bool:
     """Whether a gradient is the one that was there before, perhaps as another Python object (FSDP1's views)."""
-    if grad is held or grad is None or held is None:
+    if grad is held or grad is None:
         return grad is held
     return grad.layout == held.layout == torch.strided and grad.data_ptr() == held.data_ptr()
 

@@ -36,6 +36,11 @@ class Tally:
 
     def term(self, loss: Tensor, weight: float | Tensor | None, reduction: str) -> Tensor:
         """``loss`` scaled as a term of the micro-batch that is under way, which is now tallied."""
+        if weight is None and self.weighted is False:  # what most calls are, with the least work
+            scaled = loss if self.scale == 1.0 else loss * self.scale
+            self.terms += 1
+            self._micro_losses.append(scaled.detach())
+            return scaled
         weighted = weight is not None
         if self.weighted is None:
             if self.position:
@@ -78,7 +83,8 @@ class Tally:
     def commit(self, by_hand: bool) -> None:
         """Count the micro-batch that just ended."""
         self.by_hand = self.by_hand or by_hand
-        self._weight = self._weight_with_micro()
+        if self._micro_weight is not None:
+            self._weight = self._weight_with_micro()
         self._losses += self._micro_losses
         self._counted_terms += self.terms
         self.position += 1

@@ -82,7 +82,8 @@ class Windows:
         for control in reversed(self._controls):
             control.drop = False
             control.end()
-        self._drop.end()
+        if self._drop.is_used:
+            self._drop.end()
         tally = self._opened()
         if failed or tally.broken:
             self._fail(tally)
@@ -118,12 +119,12 @@ class Windows:
             where = "none is open" if self._thread is None else "the open one belongs to another thread"
             raise WindowError(f"backward() and scale() belong inside a `with acc.step():` block; {where}")
         tally = self._opened()
-        if not tally.terms:
+        if tally.position and not tally.terms:
             self._check_usable(tally)  # zero_grad() at the top of the block
         scaled = tally.term(loss, weight, reduction)
         if self.is_boundary and (tally.weighted or tally.by_hand or self._explicit):
             self._correction.start(tally)
-        return self._drop.replace(scaled, self.is_boundary) if is_zero(weight) else scaled
+        return scaled if weight is None or not is_zero(weight) else self._drop.replace(scaled, self.is_boundary)
 
     def begin_backward(self) -> bool:
         """Whether the loss just scaled needs its backward; from here on an exception breaks the window."""
