@@ -221,9 +221,10 @@ class Accumulator:
         )
 
     def close(self) -> None:
-        """Detach from the model, which is then as it was found; an open window is dropped with a warning.
+        """Detach from the model, which is then as it was found; an open window is dropped, as by ``reset()``.
 
-        Calling it twice is fine; any later block raises :class:`WindowError`, and so does ``close`` inside a block.
+        Calling it twice is fine; any later block raises :class:`WindowError`, and so does ``close`` inside a block. The
+        end of ``with Accumulator(...)`` does the same, and warns if it drops a window.
         """
         self._windows.refuse_inside("close")
         self._detach()
@@ -232,18 +233,13 @@ class Accumulator:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None:
-            self._windows.close()  # before close() warns: the exception on its way matters more
+        lost = self.position
         self.close()
+        if lost and kind is None:
+            warnings.warn(f"a window of {lost} micro-batches was dropped; call flush() first to use them", stacklevel=2)
 
 
 def _detach(windows: Windows, found: Sequence[Found]) -> None:
     """Leave the model as it was found; not a method, so that it can run when the accumulator has gone."""
-    lost = windows.close()
+    windows.close()
     release(found)
-    if lost is not None:
-        warnings.warn(
-            f"an Accumulator ended with an open window of {lost.position} micro-batches, which were dropped; flush() "
-            "would have used them",
-            stacklevel=3,
-        )

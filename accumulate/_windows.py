@@ -166,13 +166,12 @@ class Windows:
         self.open, self.is_boundary = None, False
         self._correction.forget()
 
-    def close(self) -> Tally | None:
-        """Drop an open window and refuse every later block; returns a window that was lost by it."""
+    def close(self) -> None:
+        """Drop an open window and refuse every later block."""
         self.refuse_inside("close")
-        self.is_closed, lost = True, self.open
+        self.is_closed = True
         with suppress(AccumulateError):  # an FSDP1 model that an exception has left unusable
             self.reset()
-        return lost if lost is not None and not lost.broken else None
 
     def at_boundary(self, call: str) -> bool:
         """Whether a window has been closed and no later one has begun; raises inside a block."""

@@ -151,9 +151,9 @@ MUTANTS = (
     ),
     Mutant(
         "a dropped boundary is not reduced",
-        "_windows.py",
-        "self._close(tally, flush=self._dropped)",
-        "self._close(tally, flush=False)",
+        "_drop.py",
+        "for control in self._controls if boundary else ():",
+        "for control in ():",
         DDP + "test_case_10_a_nan_loss_of_weight_zero_contributes_nothing",
     ),
     Mutant(
@@ -166,14 +166,14 @@ MUTANTS = (
     Mutant(
         "clearing inside a block goes unnoticed",
         "_windows.py",
-        "if not tally.terms:",
+        "if tally.position and not tally.terms:",
         "if False:",
         CASES + "test_case_18_clearing_gradients_at_the_top_of_the_block_is_an_error",
     ),
     Mutant(
         "a failed micro-batch is counted",
         "_windows.py",
-        "if failed:",
+        "if failed or tally.broken:",
         "if False:",
         CASES + "test_case_27_an_exception_in_the_second_micro_batch",
     ),
@@ -230,8 +230,8 @@ MUTANTS = (
     Mutant(
         "the optimizer steps off the boundary",
         "_accumulator.py",
-        'if not self._windows.at_boundary("optimizer_step"):',
-        "if False:",
+        'if not self._windows.at_boundary("optimizer_step") or',
+        "if",
         CASES + "test_case_19_and_20_an_update_is_taken_at_boundaries_only",
     ),
     Mutant(
@@ -258,8 +258,8 @@ MUTANTS = (
     Mutant(
         "the loss keeps its graph",
         "_tally.py",
-        "self._micro_losses.append(scaled.detach())",
-        "self._micro_losses.append(scaled)",
+        "self._micro_losses.append(scaled.detach())\n            return",
+        "self._micro_losses.append(scaled)\n            return",
         CASES + "test_case_51_the_reported_loss_is_the_weighted_mean",
     ),
     # -- wrappers

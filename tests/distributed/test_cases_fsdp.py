@@ -137,12 +137,11 @@ def test_reset_drops_the_sums_that_fully_shard_hides() -> None:
 
 
 @on_ranks(2)
-def test_close_in_mid_window_drops_the_hidden_sums_as_well_and_says_so() -> None:
+def test_close_in_mid_window_drops_the_hidden_sums_as_well() -> None:
     model = sharded()
     acc = Accumulator(model, 3)
     feed(acc, model, [data(rank(), 7)])
-    with pytest.warns(UserWarning, match="flush"):
-        acc.close()
+    acc.close()
     with Collectives() as seen:
         run_backward(loss_of(model, data(rank(), 0)))
     assert len(seen.reductions) == 2
@@ -418,7 +417,7 @@ def test_case_15_a_boundary_without_any_backward_is_an_error(name: str) -> None:
     model = fsdp2(row.seed(), mesh=(2, 1)) if name == "hsdp-of-two" else row.build()
     acc = Accumulator(model, 2)
     feed(acc, model, [data(rank(), 0)])
-    with pytest.raises(AccumulateError, match="reduced nothing"), acc.step():
+    with pytest.raises(AccumulateError, match="ran no backward"), acc.step():
         pass
     assert not acc.is_boundary
     acc.reset()

@@ -219,7 +219,7 @@ def test_a_backward_outside_in_mid_window_is_noticed(what: str, wrapper: str, cl
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", WRAPPED)
-def test_an_accumulator_collected_in_mid_window_warns_and_leaves_nothing(name: str) -> None:
+def test_an_accumulator_collected_in_mid_window_leaves_nothing(name: str) -> None:
     row = BY_NAME[name]
     model = row.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -230,8 +230,7 @@ def test_an_accumulator_collected_in_mid_window_warns_and_leaves_nothing(name: s
         del acc
         gc.collect()
 
-    with pytest.warns(UserWarning, match=r"1 micro-batch.*flush"):
-        epoch([7])
+    epoch([7])
     optimizer.zero_grad()
     epoch([0, 1])
     same(row.gradients(model), gradient(row.seed(), everyone((0, 1))))

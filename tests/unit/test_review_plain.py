@@ -100,20 +100,20 @@ def test_cleared_and_refilled_in_mid_window_is_an_error(set_to_none: bool, backw
     matches(model, plain_net(), [data(0, index) for index in range(3)])
 
 
-def test_a_gradient_replaced_by_hand_in_mid_window_is_an_error() -> None:
+def test_gradients_replaced_by_hand_in_mid_window_are_an_error() -> None:
     model = plain_net()
     acc = Accumulator(model, 2)
     feed(acc, model, [data(0, 0)])
-    last = list(model.parameters())[-1]
-    assert last.grad is not None
-    last.grad = 100 * last.grad
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad = 100 * param.grad
     with pytest.raises(WindowError, match=r"cleared|changed"):
         feed(acc, model, [data(0, 1)])
     acc.reset()
     assert grads(model) == {}
 
 
-def test_an_accumulator_collected_in_mid_window_warns_and_clears() -> None:
+def test_an_accumulator_collected_in_mid_window_clears() -> None:
     model = plain_net()
 
     def epoch(indices: list[int]) -> None:
@@ -122,10 +122,9 @@ def test_an_accumulator_collected_in_mid_window_warns_and_clears() -> None:
         del acc
         gc.collect()
 
-    with pytest.warns(UserWarning, match=r"1 micro-batch.*flush"):
-        epoch([7])
+    epoch([7])
     assert grads(model) == {}
-    epoch([0, 1])  # a closed window: no warning, and its gradient is the user's
+    epoch([0, 1])  # a closed window: its gradient is the user's
     matches(model, plain_net(), [data(0, 0), data(0, 1)])
 
 
