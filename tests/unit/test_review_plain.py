@@ -86,8 +86,15 @@ def test_the_norm_of_no_gradient_is_zero(norm_type: float) -> None:
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("backwards", [1, 2, 3])
-def test_cleared_and_refilled_in_mid_window_is_an_error(set_to_none: bool, backwards: int) -> None:
-    model = plain_net()
+@pytest.mark.parametrize("frozen", [0, 1, 3])
+def test_cleared_and_refilled_in_mid_window_is_an_error(set_to_none: bool, backwards: int, frozen: int) -> None:
+    def net() -> nn.Module:
+        model = plain_net()
+        for parameter in list(model.parameters())[:frozen]:
+            parameter.requires_grad_(False)
+        return model
+
+    model = net()
     acc = Accumulator(model, 3)
     feed(acc, model, [data(0, 0), data(0, 1)])
     model.zero_grad(set_to_none=set_to_none)
@@ -97,7 +104,7 @@ def test_cleared_and_refilled_in_mid_window_is_an_error(set_to_none: bool, backw
         feed(acc, model, [data(0, 3)])
     acc.reset()
     feed(acc, model, [data(0, index) for index in range(3)])
-    matches(model, plain_net(), [data(0, index) for index in range(3)])
+    matches(model, net(), [data(0, index) for index in range(3)])
 
 
 def test_gradients_replaced_by_hand_in_mid_window_are_an_error() -> None:
