@@ -187,12 +187,14 @@ class Accumulator:
         if not optimizers:
             raise TypeError("optimizer_step() needs at least one optimizer")
         schedulers = tuple(schedulers)
-        if not self._windows.at_boundary("optimizer_step") or not self._updates.pending(optimizers, self.updates):
+        if not self._windows.at_boundary("optimizer_step"):
             return False
-        if max_norm is not None:
+        pending = self._updates.pending(optimizers, self.updates)
+        if pending and max_norm is not None:
             self.clip_grad_norm_(max_norm)
-        self._updates.take(optimizers, schedulers, self.updates)
-        return True
+        if pending:
+            self._updates.take(pending, schedulers, self.updates)
+        return bool(pending)
 
     @property
     def loss(self) -> Tensor | None:

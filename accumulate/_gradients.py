@@ -64,7 +64,7 @@ class Gradients:
         hidden = {id(p) for control in hiding for p in control.module.parameters()}
         self._watched = [p for p in self.params if id(p) not in hidden]
         self._hidden_sums = [control.hidden_sums for control in hiding if control.hidden_sums is not None]
-        self._held: Tensor | None = None
+        self._held: tuple[nn.Parameter, Tensor] | None = None
         self._versions: list[int] = []
 
     @property
@@ -75,7 +75,7 @@ class Gradients:
     def remember(self) -> None:
         """Note the state of every gradient, so that ``changed`` can tell what happened since."""
         self._versions = self._now()
-        self._held = self._watched[0].grad if self._watched else None
+        self._held = next(((p, p.grad) for p in self._watched if p.grad is not None), None)
 
     def let_go(self) -> None:
         """Do not keep a gradient alive that a reduction or ``zero_grad`` frees."""
@@ -84,7 +84,7 @@ class Gradients:
     def changed(self) -> str | None:
         """What was done to the gradients since ``remember``, in words; None if nothing was."""
         now = self._now()
-        if now == self._versions and (self._held is None or _same(self._watched[0].grad, self._held)):
+        if now == self._versions and (self._held is None or _same(self._held[0].grad, self._held[1])):
             return None
         cleared = any(before >= 0 > after for before, after in zip(self._versions, now, strict=True))
         return "cleared (zero_grad?)" if cleared else "changed (a backward outside any block, or zero_grad?)"

@@ -17,9 +17,9 @@ class Updates:
     def __init__(self) -> None:
         self._taken: set[tuple[int, int]] = set()
 
-    def pending(self, optimizers: Sequence[Optimizer], update: int) -> bool:
-        """Whether none of these optimizers has taken this update yet."""
-        return not any((id(optimizer), update) in self._taken for optimizer in optimizers)
+    def pending(self, optimizers: Sequence[Optimizer], update: int) -> list[Optimizer]:
+        """Those of the optimizers that have not taken this update yet."""
+        return [optimizer for optimizer in optimizers if (id(optimizer), update) not in self._taken]
 
     def take(self, optimizers: Sequence[Optimizer], schedulers: Sequence[Steppable], update: int) -> None:
         """Step everything once, and clear the gradients."""

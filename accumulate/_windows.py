@@ -147,7 +147,6 @@ class Windows:
         self._check_usable(tally)
         if not self._correction.agree(tally):
             self._let_go()
-            self.is_boundary = False
             return False
         tally.by_hand = self.is_boundary = True
         self._close(tally, flush=True)

@@ -271,7 +271,7 @@ def test_an_update_of_a_flushed_window_is_taken_once() -> None:
     assert acc.flush()
     assert acc.optimizer_step(optimizer, schedulers=[scheduler])
     assert not acc.flush()
-    assert not acc.is_boundary
+    assert acc.is_boundary  # until the next block is entered
     assert not acc.optimizer_step(optimizer, schedulers=[scheduler])
     assert scheduler.last_epoch == 1
     weights_are(model, trained([[data(0, 0)]]))
@@ -285,9 +285,9 @@ def test_two_optimizers_in_two_calls_both_take_the_update() -> None:
     for _ in range(2):
         feed(acc, model, [data(0, 0), data(0, 1)])
         assert acc.optimizer_step(first, schedulers=schedulers[:1])
-        assert acc.optimizer_step(second, schedulers=schedulers[1:])
+        assert acc.optimizer_step(first, second, schedulers=schedulers[1:])  # for the second alone
         assert not acc.optimizer_step(first, schedulers=schedulers[:1])
-        assert not acc.optimizer_step(second, schedulers=schedulers[1:])
+        assert not acc.optimizer_step(first, second, schedulers=schedulers)
     assert [each.last_epoch for each in schedulers] == [2, 2]
     weights_are(model, trained([[data(0, 0), data(0, 1)]] * 2))
 
