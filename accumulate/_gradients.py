@@ -75,7 +75,11 @@ class Gradients:
     def remember(self) -> None:
         """Note the state of every gradient, so that ``changed`` can tell what happened since."""
         self._versions = self._now()
-        self._held = next(((p, p.grad) for p in self._watched if p.grad is not None), None)
+        self._held = None
+        for param in self._watched:
+            if (grad := param.grad) is not None:
+                self._held = (param, grad)
+                break
 
     def let_go(self) -> None:
         """Do not keep a gradient alive that a reduction or ``zero_grad`` frees."""

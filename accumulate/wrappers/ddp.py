@@ -105,27 +105,33 @@ class DDPControl(SyncControl):
         self._inner_outputs = [t for t in tensors_in(output) if t.requires_grad]
 
     def _after_forward(self, ddp: DistributedDataParallel, args: object, output: object) -> None:
-        inner, self._inner_outputs = self._inner_outputs, []
+        inner = self._inner_outputs
+        if inner:
+            self._inner_outputs = []
         if self._deferred:
             self._attributes["require_backward_grad_sync"] = self._flag
         if not self._flag or not torch.is_grad_enabled():
             return
+        if isinstance(output, Tensor) and output.requires_grad and self._deferred and not inner:
+            self._hang(self._reached, output)
+        else:
+            self._hang_on_all(output, inner)
+
+    def _hang_on_all(self, output: object, inner: list[Tensor]) -> None:
         hook: Callable[[Grads], Grads | None] = self._reached
         if not self._deferred:
             hook = self.count_armed
         elif inner:
             hook = _Arm(self, inner)
-        tensors = [output] if isinstance(output, Tensor) else tensors_in(output)
-        hidden = not any(tensor.requires_grad for tensor in tensors)
-        if hidden and False not in self._blocks and sys.exc_info()[0] is None:
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if not tensors and False not in self._blocks and sys.exc_info()[0] is None:
             self._arm([])  # the loss is where only the user can look: decide now, as DDP does
         for tensor in tensors:
-            if tensor.requires_grad:
-                self._hang(hook, tensor)
-                if isinstance(hook, _Arm) and any(tensor is held for held in inner):
-                    # DDP's identity does not look into dataclasses: this hook holds the tensor it hangs on. The garbage
-                    # collector cannot see such a cycle, so ``end`` breaks it.
-                    self._cycles.append(hook)
+            self._hang(hook, tensor)
+            if isinstance(hook, _Arm) and any(tensor is held for held in inner):
+                # DDP's identity does not look into dataclasses: this hook holds the tensor it hangs on. The garbage
+                # collector cannot see such a cycle, so ``end`` breaks it.
+                self._cycles.append(hook)
 
     def _hang(self, hook: Callable[[Grads], Grads | None], tensor: Tensor) -> None:
         """Let ``hook`` know when backward reaches this output, by the cheapest means."""
@@ -183,9 +189,14 @@ class DDPControl(SyncControl):
         self._blocks.pop()
         for node in self._late:
             node.register_prehook(self._reached)  # if backward is still to come, it decides then
+        self._late.clear()
+        if self._leaves or self._cycles:
+            self._break_cycles()
+
+    def _break_cycles(self) -> None:
         for handle in self._leaves:
             handle.remove()
-        self._late, self._leaves = [], []
+        self._leaves = []
         for arm in self._cycles:
             if arm.blocks_left == 0:
                 arm.outputs = None
