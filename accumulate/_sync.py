@@ -30,7 +30,8 @@ class SyncControl(ABC):
     """Steers the gradient reduction of one wrapped module; subclass it to teach the library a wrapper.
 
     The library calls, for each micro-batch, ``begin(reduce)`` and ``end()``; after a micro-batch that reduced
-    also ``finish()``. ``flush()`` and ``reset()`` come between micro-batches only. See :func:`register`.
+    also ``finish()``. ``reset()`` comes between micro-batches only, and so does ``flush()``, except that it stands in
+    for the backward of a dropped micro-batch at the boundary. See :func:`register`.
     """
 
     covers_subtree = False

@@ -6,8 +6,9 @@ must survive; reductions must overlap with backward as DDP's own do; comm hooks,
 DDP's own.
 
 A forward pre-hook switches ``require_backward_grad_sync`` off for the duration of DDP's forward, a forward
-hook puts it back and hangs a tensor hook on each output. When backward reaches one, it arms DDP's reducer as
-its forward would have, unless a micro-batch off the boundary is open.
+hook puts it back and hangs a hook on the graph node of each output (off the boundary only when the block ends,
+since no backward inside may reduce). When backward reaches one, it arms DDP's reducer as its forward would
+have, unless a micro-batch off the boundary is open.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ group.
 Off the boundary nothing is reduced and parameters stay unsharded after backward, so that the next micro-batch
 gathers only what forward has resharded. torch has setters for these flags and no getters, and hides the sums
 of a window in its parameter groups, so this file reads private attributes (the same ones from torch 2.6 to
-2.13); a missing one is an AttributeError at construction, never a silent no-op.
+2.13); a missing one is an AttributeError, never a silent no-op.
 """
 
 from __future__ import annotations
