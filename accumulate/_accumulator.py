@@ -101,7 +101,7 @@ class Accumulator:
         if weight is not None or reduction != "mean":
             weight = arguments.check_weight(weight, reduction)
         scaled = self._windows.term(loss, weight, reduction)
-        if self._windows.begin_backward():
+        if self._windows.begin_backward(retain=bool(kwargs)):
             try:
                 scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no annotations here
             except BaseException:

@@ -42,5 +42,7 @@ class Drop:
         """The micro-batch is over: put back what a backward with zeros may have spoilt outside the wrappers."""
         for param, grad in self._aside:
             param.grad = grad
+        for control in self._controls:
+            control.drop = False
         self._aside = []
         self.is_used = self.skips_backward = False

@@ -55,6 +55,8 @@ class SyncControl(ABC):
         """Set during a micro-batch of weight 0 whose backward has to run: it must contribute zeros."""
         self.disturbed = False
         """Set when a backward reached the module since ``begin``; an exception then breaks the window."""
+        self.backwards = 0
+        """Backwards that the library ran in this micro-batch; one whose graph may run again counts twice."""
 
     @property
     @abstractmethod

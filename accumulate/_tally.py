@@ -88,16 +88,13 @@ class Tally:
         self._losses += self._micro_losses
         self._counted_terms += self.terms
         self.position += 1
-        self._forget_micro()
+        self.terms, self._micro_weight, self._micro_losses = 0, None, []
 
     def discard(self) -> None:
         """Forget the micro-batch that just failed."""
-        self._forget_micro()
+        self.terms, self._micro_weight, self._micro_losses = 0, None, []
         if not self._counted_terms:
             self.weighted, self.scale = None, 1.0 / self.steps
-
-    def _forget_micro(self) -> None:
-        self.terms, self._micro_weight, self._micro_losses = 0, None, []
 
     def mean_loss(self, device: torch.device) -> Tensor | None:
         """This rank's weighted mean loss, from terms that hold the scale already; None if the user scales."""

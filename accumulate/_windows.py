@@ -80,7 +80,6 @@ class Windows:
         """End a micro-batch: put every flag back, then count it, close the window, or mark it broken."""
         self._thread = None
         for control in reversed(self._controls):
-            control.drop = False
             control.end()
         if self._drop.is_used:
             self._drop.end()
@@ -98,8 +97,9 @@ class Windows:
         self.micro_steps += 1
         if self.is_boundary:
             self._close(tally, flush=False)
-        else:
-            self._remember()
+            return
+        for gradients in self._gradients:
+            gradients.remember()
 
     def _fail(self, tally: Tally) -> None:
         """An exception left the block: the micro-batch is not counted, and may have left half a gradient behind."""
@@ -126,12 +126,14 @@ class Windows:
             self._correction.start(tally)
         return scaled if weight is None or not is_zero(weight) else self._drop.replace(scaled, self.is_boundary)
 
-    def begin_backward(self) -> bool:
+    def begin_backward(self, retain: bool) -> bool:
         """Whether the loss just scaled needs its backward; from here on an exception breaks the window."""
         if self.is_boundary and self._started:
             for control in self._controls:
                 if control.before_another_backward is not None:
                     control.before_another_backward()
+        for control in self._controls:
+            control.backwards += 2 if retain else 1
         self._started = not self._drop.skips_backward
         return self._started
 
@@ -207,16 +209,13 @@ class Windows:
     def _new_tally(self) -> Tally:
         steps = check_steps(self.steps(self.updates) if callable(self.steps) else self.steps)
         self._refuse_optimizer_in_backward(steps)
-        self._remember()
+        for gradients in self._gradients:
+            gradients.remember()
         return Tally(steps, self._correction.mean_weight)
 
     def _opened(self) -> Tally:
         assert self.open is not None  # a block is open, and blocks are entered with a tally
         return self.open
-
-    def _remember(self) -> None:
-        for gradients in self._gradients:
-            gradients.remember()
 
     def _let_go(self) -> None:
         for gradients in self._gradients:

@@ -206,10 +206,18 @@ MUTANTS = (
         DDP + "test_case_15_calling_the_module_inside_ddp_is_an_error_at_the_boundary",
     ),
     Mutant(
+        "a graph that may still run backward is forgotten",
+        "wrappers/ddp.py",
+        "len(self._late) == self.backwards == 1 and",
+        "",
+        "distributed/test_review.py::"
+        "test_a_graph_from_off_the_boundary_reduces_when_its_backward_comes_after_the_window",
+    ),
+    Mutant(
         "a control is not told of the end",
         "_windows.py",
-        "control.drop = False\n            control.end()",
-        "control.drop = False\n            if not failed:\n                control.end()",
+        "control.end()\n        if self._drop.is_used",
+        "None if failed else control.end()\n        if self._drop.is_used",
         FSDP + "test_flags_are_put_back_to_what_was_there_after_each_block_and_after_an_exception",
     ),
     Mutant(

@@ -15,7 +15,24 @@ if TYPE_CHECKING:
 
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["reduce_all", "refuse_options", "refused"]
+    from ._outputs import Grads
+
+__all__ = ["Arm", "reduce_all", "refuse_options", "refused"]
+
+
+class Arm:
+    """The hook of one forward that holds what ``find_unused_parameters`` searches when backward reaches it."""
+
+    __slots__ = ("_reached", "blocks_left", "outputs")
+
+    def __init__(self, reached: Callable[[list[Tensor] | None, Grads], Grads | None], outputs: list[Tensor]) -> None:
+        self._reached = reached
+        self.outputs: list[Tensor] | None = outputs
+        self.blocks_left = 2
+
+    def __call__(self, grads: Grads) -> Grads | None:
+        self.blocks_left = 0
+        return self._reached(self.outputs, grads)
 
 
 class _Reduce(Function):

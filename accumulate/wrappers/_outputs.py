@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -15,16 +16,8 @@ Grads: TypeAlias = "Tensor | tuple[Tensor | None, ...]"
 """What a tensor's hook gets, or a graph node's pre-hook."""
 
 
-class ModuleHook:
+class ModuleHook(partial[object]):
     """A hook of a module that its copies and pickles leave behind: ``copy.deepcopy(ddp.module)`` makes EMA models."""
-
-    __slots__ = ("_method",)
-
-    def __init__(self, method: Callable[..., object]) -> None:
-        self._method = method
-
-    def __call__(self, *args: object) -> object:
-        return self._method(*args)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return _nothing

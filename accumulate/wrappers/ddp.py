@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from .._errors import AccumulateError
 from .._sync import SyncControl
-from ._ddp_reducer import reduce_all, refuse_options, refused
+from ._ddp_reducer import Arm, reduce_all, refuse_options, refused
 from ._outputs import Grads, ModuleHook, tensors_in, zeros_like
 
 if TYPE_CHECKING:
@@ -35,21 +35,6 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 __all__ = ["DDPControl"]
-
-
-class _Arm:
-    """The hook of one forward that holds what ``find_unused_parameters`` searches when backward reaches it."""
-
-    __slots__ = ("blocks_left", "control", "outputs")
-
-    def __init__(self, control: DDPControl, outputs: list[Tensor]) -> None:
-        self.control = control
-        self.outputs: list[Tensor] | None = outputs
-        self.blocks_left = 2
-
-    def __call__(self, grads: Grads) -> Grads | None:
-        self.blocks_left = 0
-        return self.control.backward_reached(self.outputs, grads)
 
 
 @final
@@ -72,8 +57,10 @@ class DDPControl(SyncControl):
         self._inner_outputs: list[Tensor] = []
         self._noted: tuple[int, list[int]] | None = None
         self.before_another_backward = self._note
-        self._cycles: list[_Arm] = []
+        self._cycles: list[Arm] = []
         self._late: list[Node] = []
+        self._probe = next((p for p in module.parameters() if p.requires_grad), None)
+        self._version = -1
         self._leaves: list[RemovableHandle] = []
         self._reached = partial(self.backward_reached, [])
         self._attributes = vars(module)  # nn.Module.__setattr__ takes 3 us
@@ -123,13 +110,13 @@ class DDPControl(SyncControl):
         if not self._deferred:
             hook = self.count_armed
         elif inner:
-            hook = _Arm(self, inner)
+            hook = Arm(self.backward_reached, inner)
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if not tensors and False not in self._blocks and sys.exc_info()[0] is None:
             self._arm([])  # the loss is where only the user can look: decide now, as DDP does
         for tensor in tensors:
             self._hang(hook, tensor)
-            if isinstance(hook, _Arm) and any(tensor is held for held in inner):
+            if isinstance(hook, Arm) and any(tensor is held for held in inner):
                 # DDP's identity does not look into dataclasses: this hook holds the tensor it hangs on. The garbage
                 # collector cannot see such a cycle, so ``end`` breaks it.
                 self._cycles.append(hook)
@@ -183,16 +170,28 @@ class DDPControl(SyncControl):
             self.disturbed = False
             self._armed = 0
             self._noted = None
+            self.backwards = 0
         self._blocks.append(reduce)
+        self._version = self._probe_version()
 
     @override
     def end(self) -> None:
         self._blocks.pop()
-        for node in self._late:
-            node.register_prehook(self._reached)  # if backward is still to come, it decides then
-        self._late.clear()
+        if self._late:
+            self._hang_late()
         if self._leaves or self._cycles:
             self._break_cycles()
+
+    def _probe_version(self) -> int:
+        return -1 if self._probe is None or (grad := self._probe.grad) is None else grad._version
+
+    def _hang_late(self) -> None:
+        """Hooks on the outputs of this block's forwards whose backward may still come, to decide then."""
+        # The usual block has run its only forward's only backward, and a hook would cost more than all the rest here.
+        is_done = len(self._late) == self.backwards == 1 and self._probe_version() != self._version
+        for node in () if is_done else self._late:
+            node.register_prehook(self._reached)
+        self._late.clear()
 
     def _break_cycles(self) -> None:
         for handle in self._leaves:

@@ -328,6 +328,25 @@ def test_no_sync_nested_in_a_boundary_after_its_backward(name: str) -> None:
         model.zero_grad()
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["second backward of one graph", "second of two forwards", "the only backward"])
+def test_a_graph_from_off_the_boundary_reduces_when_its_backward_comes_after_the_window(kind: str) -> None:
+    model = ddp(plain_net())
+    acc = Accumulator(model, 2)
+    with acc.step():
+        late = loss_of(model, data(rank(), 0))
+        if kind == "second backward of one graph":
+            acc.backward(late, retain_graph=True)
+        elif kind == "second of two forwards":
+            acc.backward(loss_of(model, data(rank(), 1)))
+    acc.reset()
+    feed(acc, model, [data(rank(), i) for i in (2, 3)])
+    same(grads(model), gradient(plain_net(), everyone((2, 3))))
+    model.zero_grad()
+    run_backward(late)
+    matches(model, plain_net(), everyone((0,)))
+
+
 class Keeper(nn.Module):
     """A model that keeps its loss as an attribute and returns nothing with a graph."""
 
