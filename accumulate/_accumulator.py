@@ -15,6 +15,7 @@ from ._advice import batch_statistics, local_gradients
 from ._contexts import Block
 from ._gradients import Gradients, total_norm
 from ._ranks import Ranks
+from ._reports import Reports
 from ._sync import Found, find, release
 from ._typing import BackwardOptions, Optimizer, Steppable
 from ._update import Updates
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Accumulator"]
 
 
-class Accumulator:
+class Accumulator(Reports):
     """N micro-batches give one exact gradient and one reduction, in any loop and under any wrapper.
 
     ``model`` is a module or several; ``steps`` the micro-batches of one window: an int >= 1, or a callable of the
@@ -132,26 +133,6 @@ class Accumulator:
         self._windows.reset()
 
     @property
-    def is_boundary(self) -> bool:
-        """True inside and after the block that closes a window, until the next block is entered."""
-        return self._windows.is_boundary
-
-    @property
-    def position(self) -> int:
-        """The index, from 0, of the next micro-batch in the open window (inside a block: of this one)."""
-        return self._windows.open.position if self._windows.open else 0
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches counted so far."""
-        return self._windows.micro_steps
-
-    @property
-    def updates(self) -> int:
-        """Windows closed so far."""
-        return self._windows.updates
-
-    @property
     def steps(self) -> int | Callable[[int], int]:
         """The window length as it was set; a new value takes effect when the next window opens."""
         return self._windows.steps
@@ -195,32 +176,6 @@ class Accumulator:
         if pending:
             self._updates.take(pending, schedulers, self.updates)
         return bool(pending)
-
-    @property
-    def loss(self) -> Tensor | None:
-        """This rank's weighted mean loss of the last closed window: 0-dim, detached, on its device, no collective.
-
-        None before the first window, or if the user scales; 0 for a window of total weight 0.
-        """
-        closed = self._windows.closed
-        return None if closed is None else closed.mean_loss(self._gradients[0].device)
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """The norm at the last ``clip_grad_norm_``; None before the first."""
-        return self._grad_norm
-
-    def _wrappers(self) -> list[str]:
-        return [f"{type(control.module).__name__} at {name}" for name, control in self._found]
-
-    def __repr__(self) -> str:
-        windows = self._windows
-        ranks = windows.ranks.size
-        window = "" if callable(windows.steps) else f", window={windows.steps * ranks} micro-batches"
-        wrappers = ", ".join(self._wrappers()) or "none"
-        return (
-            f"Accumulator(steps={windows.steps}, ranks={ranks}{window}, wrappers=[{wrappers}], policy={self._policy!r})"
-        )
 
     def close(self) -> None:
         """Detach from the model, which is then as it was found; an open window is dropped, as by ``reset()``.

@@ -1,0 +1,69 @@
+"""What an accumulator tells about itself: counters, losses, norms, and its ``repr``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ._gradients import Gradients
+from ._sync import Found
+from ._windows import Windows
+
+__all__ = ["Reports"]
+
+
+class Reports:
+    """The half of :class:`Accumulator` that only reads; the other half sets the attributes declared here."""
+
+    _windows: Windows
+    _gradients: Sequence[Gradients]
+    _found: Sequence[Found]
+    _grad_norm: Tensor | None
+    _policy: str
+
+    @property
+    def is_boundary(self) -> bool:
+        """True inside and after the block that closes a window, until the next block is entered."""
+        return self._windows.is_boundary
+
+    @property
+    def position(self) -> int:
+        """The index, from 0, of the next micro-batch in the open window (inside a block: of this one)."""
+        return self._windows.open.position if self._windows.open else 0
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches counted so far."""
+        return self._windows.micro_steps
+
+    @property
+    def updates(self) -> int:
+        """Windows closed so far."""
+        return self._windows.updates
+
+    @property
+    def loss(self) -> Tensor | None:
+        """This rank's weighted mean loss of the last closed window: 0-dim, detached, on its device, no collective.
+
+        None before the first window, or if the user scales; 0 for a window of total weight 0.
+        """
+        closed = self._windows.closed
+        return None if closed is None else closed.mean_loss(self._gradients[0].device)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm at the last ``clip_grad_norm_``; None before the first."""
+        return self._grad_norm
+
+    def _wrappers(self) -> list[str]:
+        return [f"{type(control.module).__name__} at {name}" for name, control in self._found]
+
+    def __repr__(self) -> str:
+        windows = self._windows
+        ranks = windows.ranks.size
+        window = "" if callable(windows.steps) else f", window={windows.steps * ranks} micro-batches"
+        wrappers = ", ".join(self._wrappers()) or "none"
+        return (
+            f"Accumulator(steps={windows.steps}, ranks={ranks}{window}, wrappers=[{wrappers}], policy={self._policy!r})"
+        )
