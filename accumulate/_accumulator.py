@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
 from . import _arguments as arguments
 from ._advice import batch_statistics, local_gradients
+from ._batches import Batches
 from ._contexts import Block
 from ._gradients import Gradients, total_norm
 from ._ranks import Ranks
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Accumulator"]
+
+T = TypeVar("T")
 
 
 class Accumulator(Reports):
@@ -63,6 +66,7 @@ class Accumulator(Reports):
         self._detach = weakref.finalize(self, _detach, self._windows, self._found)  # by close(), or when collected
         self._detach.atexit = False
         self._gradients = gradients
+        self._models = list(models.values())
         self._grad_norm: Tensor | None = None
         self._updates = Updates()
         advice = [] if steps == 1 else [*batch_statistics(models.values())]
@@ -114,6 +118,25 @@ class Accumulator(Reports):
         arguments.check_loss(loss)
         return self._windows.term(loss, arguments.check_weight(weight, reduction), reduction)
 
+    def batches(
+        self,
+        iterable: Iterable[T],
+        *,
+        weight: Callable[[T], float | Tensor] | None = None,
+        last: Literal["close", "carry"] = "close",
+    ) -> Iterator[T]:
+        """Every batch of ``iterable``, in windows known ahead: the last one, if short, still has its boundary.
+
+        Each batch needs one ``step()`` block. A rank that runs out before others is given its last batch again, to
+        contribute nothing (:attr:`is_padding`). ``weight=fn`` counts the batches of a window ahead: a loss with that
+        weight is exact at once, and losses without one stand beside it as means over micro-batches. With
+        ``last="carry"`` a window may go on in the next loop. Without a ``len`` on every rank a window is pulled ahead.
+        Raises :class:`WindowError` if a window was left open, :class:`AccumulateError` if only some ranks have
+        data; an exception of the iterable comes when its batch is due.
+        """
+        arguments.check_batches(iterable, weight, last)
+        return Batches(self._windows, self._models, iterable, weight, last == "carry").run()
+
     def flush(self) -> bool:
         """Close a short window now, reduced and exactly weighted; True if there was one (``is_boundary`` is
         then true).
@@ -135,11 +158,11 @@ class Accumulator(Reports):
     @property
     def steps(self) -> int | Callable[[int], int]:
         """The window length as it was set; a new value takes effect when the next window opens."""
-        return self._windows.steps
+        return self._windows.lengths.setting
 
     @steps.setter
     def steps(self, steps: int | Callable[[int], int]) -> None:
-        self._windows.steps = arguments.check_setting(steps)
+        self._windows.lengths.setting = arguments.check_setting(steps)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the closed window's gradient to ``max_norm``; returns its norm before, over all shards and

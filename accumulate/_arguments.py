@@ -13,6 +13,7 @@ from ._scaling import precise
 
 __all__ = [
     "as_models",
+    "check_batches",
     "check_loss",
     "check_policy",
     "check_steps",
@@ -63,6 +64,21 @@ def check_policy(policy: str) -> str:
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; choose from {', '.join(map(repr, POLICIES))}")
     return policy
+
+
+def check_batches(iterable: object, weight: object, last: str) -> None:
+    """The arguments of ``batches()``, before anything is pulled."""
+    if not (hasattr(type(iterable), "__iter__") or hasattr(type(iterable), "__getitem__")):
+        raise TypeError(f"batches() needs an iterable of batches, got {iterable!r}")
+    if weight is not None and not callable(weight):
+        raise TypeError(f"weight must be a function of a batch that counts its items, or None, got {weight!r}")
+    if last not in ("close", "carry"):
+        raise ValueError(f"last must be 'close' or 'carry', got {last!r}")
+    if last == "carry" and weight is not None:
+        raise ValueError(
+            "weight=fn counts a window ahead, and with last='carry' the rest of a window is not known yet. Use "
+            "last='close', or pass weights to backward() instead."
+        )
 
 
 def check_boundary(boundary: bool | None) -> bool | None:

@@ -6,7 +6,7 @@ from torch import nn
 
 from ._arguments import as_models
 from ._errors import WindowError
-from ._sync import Found, find, release
+from ._sync import Found, begin, find, release
 from ._windows import Windows
 
 __all__ = ["Block", "no_sync"]
@@ -45,9 +45,13 @@ class no_sync:  # noqa: N801 - a context manager that reads as a verb, like torc
     def __enter__(self) -> None:
         if self._found:
             raise WindowError("this no_sync(model) is entered already; call no_sync(model) again for a nested block")
-        self._found = find(self._models)
-        for _, control in self._found:
-            control.begin(reduce=False)
+        found = find(self._models)
+        try:
+            begin([control for _, control in found], reduce=False)
+        except BaseException:
+            release(found)
+            raise
+        self._found = found
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         found, self._found = self._found, []

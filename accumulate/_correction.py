@@ -13,7 +13,7 @@ from ._ranks import Ranks, Sum
 from ._scaling import correction
 from ._tally import Tally
 
-__all__ = ["Correction"]
+__all__ = ["Correction", "global_mean"]
 
 
 class Correction:
@@ -37,23 +37,31 @@ class Correction:
 
     def agree(self, tally: Tally) -> bool:
         """Sum what any rank has open, for a flush; False if none has anything. Reads one vector on the host."""
-        mode = (float(tally.weighted is True), float(tally.weighted is False))
+        mode = (float(tally.weighted is True), float(tally.weighted is False or tally.has_means))
         sums = self._ranks.start_sum((*tally.totals(), *mode))
         _, count, weighted, unweighted = sums.result().tolist()
         if weighted and unweighted:
             raise AccumulateError(
-                "some ranks gave their losses a weight in this window and some did not, so it has no common "
-                "denominator. Pass a weight on every rank; reset() drops this window."
+                "some losses of this window have a weight and some have none, here or on another rank, so it has no "
+                "common denominator. Pass a weight to each, on every rank; reset() drops this window."
             )
         if tally.weighted is None and (weighted or unweighted):
-            tally.begin_terms(bool(weighted))  # this rank had no micro-batch of a window that others have opened
+            tally.adopt(bool(weighted))  # this rank had no micro-batch of a window that others have opened
         self._sum = sums if count else None
         return bool(count)
 
     def apply(self, tally: Tally) -> None:
         """Correct the gradients of a window that has been reduced."""
-        if tally.weighted is None or not (tally.weighted or tally.by_hand):
+        if tally.weighted is None:
             return
+        if tally.is_exact:
+            self._correct_unwrapped(tally)
+            return
+        if tally.has_means:
+            raise AccumulateError(
+                "a window that weight=fn counted ahead and that holds losses without a weight too was closed early by "
+                "hand, so its two denominators are not what it was scaled by. Let batches() close it; reset() drops it."
+            )
         self.start(tally)
         assert self._sum is not None  # just started, if it was not under way
         total, count = self._sum.result()[:2]
@@ -61,9 +69,30 @@ class Correction:
         for gradients in self._gradients:
             if gradients.is_wrapped or self._ranks.chosen:
                 gradients.multiply(correction(self._ranks.size, tally.scale, total))
-            else:
-                local = self._ranks.start_sum(tally.totals(), local=True).result()[0]
-                gradients.multiply(correction(1, tally.scale, local))
+        self._correct_unwrapped(tally)
         if tally.weighted:
             previous = 1.0 if self.mean_weight is None else self.mean_weight
             self.mean_weight = torch.where(total > 0, total / count, previous)
+
+    def _correct_unwrapped(self, tally: Tally) -> None:
+        """Models that no wrapper averages, beside others that one does: their window holds this rank's data alone."""
+        alone = [g for g in self._gradients if not (g.is_wrapped or self._ranks.chosen)]
+        if not alone or (tally.is_exact and self._ranks.size == 1):
+            return
+        if tally.is_exact and not tally.weighted and abs(tally.count_scale * tally.real - 1) < 1e-9:
+            return
+        if tally.has_means:
+            raise AccumulateError(
+                "losses with and without a weight in one window, and a model without a wrapper beside wrapped ones: "
+                "its denominators are this rank's own, so no one factor fits. Give it an Accumulator of its own."
+            )
+        local = self._ranks.start_sum(tally.totals(), local=True).result()[0]
+        for gradients in alone:
+            gradients.multiply(correction(1, tally.scale, local))
+
+
+def global_mean(ranks: Ranks, pairs: Sequence[tuple[Tensor, float | Tensor]]) -> Tensor:
+    """The sum of each pair's first over that of its second, on all ranks together; both means added up."""
+    sums = ranks.start_sum([value for pair in pairs for value in pair]).result()
+    totals, weights = sums[0::2], sums[1::2]
+    return torch.where(weights > 0, totals / weights, torch.zeros_like(weights)).sum().to(pairs[0][0].dtype)

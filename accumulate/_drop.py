@@ -29,14 +29,19 @@ class Drop:
         self.is_used = True
         several = boundary and len(self._controls) > 1  # which reduce in the order in which backward reaches them
         if several or any(control.must_run_backward for control in self._controls):
-            self._aside = self._aside or [pair for gradients in self._gradients for pair in gradients.unsteered()]
-            for control in self._controls:
-                control.drop = True
+            self.begin()
             return scaled
         self.skips_backward = True
         for control in self._controls if boundary else ():
             control.flush()  # in the place of the reduction that this loss's backward makes on the other ranks
         return torch.zeros_like(scaled, requires_grad=True)  # without a graph: its backward reaches no wrapper
+
+    def begin(self) -> None:
+        """Let every backward of this micro-batch run, with zeros."""
+        self.is_used = True
+        self._aside = self._aside or [pair for gradients in self._gradients for pair in gradients.unsteered()]
+        for control in self._controls:
+            control.drop = True
 
     def end(self) -> None:
         """The micro-batch is over: put back what a backward with zeros may have spoilt outside the wrappers."""

@@ -22,16 +22,16 @@ class Sum:
     """A small vector that is being summed over the ranks; ``result()`` waits for it."""
 
     def __init__(self, groups: Sequence[ProcessGroup], values: Tensor) -> None:
-        self._groups = groups
         self._values = values
-        self._work: Work | None = dist.all_reduce(values, group=groups[0], async_op=True) if groups else None
+        self._work: Work | None = None
+        for group in groups:  # both dimensions of an HSDP mesh, one after the other
+            self.result()
+            self._work = dist.all_reduce(values, group=group, async_op=True)
 
     def result(self) -> Tensor:
-        """The sum; on a device the wait is the stream's, not the host's."""
+        """The sum, of which nothing is sent any more; on a device the wait is the stream's, not the host's."""
         if self._work is not None:
             self._work.wait()
-            for group in self._groups[1:]:  # the other dimension of an HSDP mesh
-                dist.all_reduce(self._values, group=group)
             self._work = None
         return self._values
 
@@ -45,10 +45,11 @@ class Ranks:
         self.chosen = group is not None
         """Whether the caller named the group, which then holds for plain models as well."""
         self.groups = _common_groups(found) if group is None else (group,)
-        self.size = 1
+        self.size, self.index = 1, 0
         for each in self.groups:
-            self.size *= each.size()
+            self.size, self.index = self.size * each.size(), self.index * each.size() + each.rank()
         self._device = _accepted_device(self.groups, device)
+        self._host = _accepted_device(self.groups, torch.device("cpu"))
 
     def start_sum(self, values: Sequence[float | Tensor], local: bool = False) -> Sum:
         """Begin to sum ``values`` over the ranks, at the same point on each; ``local``: of this rank alone."""
@@ -58,6 +59,16 @@ class Ranks:
             for v in values
         ]
         return Sum(() if local else self.groups, torch.stack(parts))
+
+    def start_counts(self, own: int, *modes: int) -> Sum:
+        """Begin to gather ``own`` of each rank, and to sum ``modes``, on the host if the backend can.
+
+        The result is a vector of ``size`` numbers and the sums. With NCCL alone it lies on the GPU, where reading
+        it waits for the work queued before.
+        """
+        values = [0] * self.size
+        values[self.index] = own
+        return Sum(self.groups, torch.tensor([*values, *modes], device=self._host))
 
     def agree(self, **facts: object) -> None:
         """Raise :class:`AccumulateError` on every rank if one of the ``facts`` differs between ranks."""

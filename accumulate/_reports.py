@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ._correction import global_mean
 from ._gradients import Gradients
 from ._sync import Found
 from ._windows import Windows
@@ -33,8 +34,18 @@ class Reports:
         return self._windows.open.position if self._windows.open else 0
 
     @property
+    def is_last(self) -> bool:
+        """Under ``batches()``: whether this batch is the last one that this rank is given, padding included."""
+        return self._windows.loops.handed is not None and self._windows.loops.handed.is_last
+
+    @property
+    def is_padding(self) -> bool:
+        """Under ``batches()``: whether this batch only keeps step with ranks that have more, and counts for nothing."""
+        return self._windows.loops.handed is not None and self._windows.loops.handed.is_padding
+
+    @property
     def micro_steps(self) -> int:
-        """Micro-batches counted so far."""
+        """Micro-batches counted so far, without padding."""
         return self._windows.micro_steps
 
     @property
@@ -51,6 +62,13 @@ class Reports:
         closed = self._windows.closed
         return None if closed is None else closed.mean_loss(self._gradients[0].device)
 
+    def global_loss(self) -> Tensor | None:
+        """The weighted mean loss of the last closed window over all ranks; a collective, so call it on every rank."""
+        closed, device = self._windows.closed, self._gradients[0].device
+        if closed is None or closed.weighted is None:
+            return None
+        return global_mean(self._windows.ranks, closed.sums(device)).to(device)
+
     @property
     def grad_norm(self) -> Tensor | None:
         """The norm at the last ``clip_grad_norm_``; None before the first."""
@@ -62,8 +80,9 @@ class Reports:
     def __repr__(self) -> str:
         windows = self._windows
         ranks = windows.ranks.size
-        window = "" if callable(windows.steps) else f", window={windows.steps * ranks} micro-batches"
-        wrappers = ", ".join(self._wrappers()) or "none"
-        return (
-            f"Accumulator(steps={windows.steps}, ranks={ranks}{window}, wrappers=[{wrappers}], policy={self._policy!r})"
+        window = (
+            "" if callable(windows.lengths.setting) else f", window={windows.lengths.setting * ranks} micro-batches"
         )
+        wrappers = ", ".join(self._wrappers()) or "none"
+        steps = f"steps={windows.lengths.setting}, ranks={ranks}{window}"
+        return f"Accumulator({steps}, wrappers=[{wrappers}], policy={self._policy!r})"

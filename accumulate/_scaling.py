@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["correction", "precise", "scaled_loss", "window_scale"]
+__all__ = ["correction", "counted_scale", "precise", "scaled_loss", "window_scale"]
 
 
 def precise(device: torch.device) -> torch.dtype:
@@ -47,6 +47,11 @@ def scaled_loss(loss: Tensor, scale: float | Tensor, weight: float | Tensor | No
 def window_scale(steps: int, mean_weight: float | Tensor | None) -> float | Tensor:
     """The provisional scale of a window: 1 over what its weights are expected to sum to on one rank."""
     return 1.0 / steps if mean_weight is None else 1.0 / (steps * mean_weight)
+
+
+def counted_scale(ranks: int, total: Tensor) -> Tensor:
+    """The exact scale of a window whose weights have been summed ahead; 0 for a total weight of 0."""
+    return torch.where(total > 0, ranks / total, torch.zeros_like(total))
 
 
 def correction(ranks: int, scale: float | Tensor, total: Tensor) -> Tensor:

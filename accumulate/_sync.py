@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Found", "SyncControl", "acquire", "find", "not_reduced", "register", "release"]
+__all__ = ["Found", "SyncControl", "acquire", "begin", "find", "register", "release"]
 
 
 class SyncControl(ABC):
@@ -235,9 +235,14 @@ def find(models: Mapping[str, nn.Module]) -> list[Found]:
     return found
 
 
-def not_reduced(name: str, control: SyncControl) -> str:
-    """What to say of a wrapper that has no evidence of a reduction."""
-    return (
-        f"{name} ({type(control.module).__name__}) reduced nothing in the micro-batch that closes the window. Call the "
-        "wrapper itself, not its .module, and leave its own no_sync() alone; then reset() and repeat the window."
-    )
+def begin(controls: Sequence[SyncControl], reduce: bool) -> None:
+    """A micro-batch begins, for all of them or for none."""
+    begun = []
+    try:
+        for control in controls:
+            control.begin(reduce)
+            begun.append(control)
+    except BaseException:
+        for control in reversed(begun):
+            control.end()
+        raise

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ._arguments import is_zero
 from ._errors import WindowError
-from ._scaling import scaled_loss, window_scale
+from ._lookahead import Plan
+from ._scaling import counted_scale, scaled_loss, window_scale
 
 __all__ = ["Tally"]
 
@@ -15,24 +16,52 @@ __all__ = ["Tally"]
 class Tally:
     """The tally of one window: micro-batches, weights and losses. What a failed micro-batch added is not counted."""
 
-    def __init__(self, steps: int, mean_weight: float | Tensor | None) -> None:
+    def __init__(
+        self, steps: int, mean_weight: float | Tensor | None, plan: Plan | None = None, ranks: int = 1
+    ) -> None:
         self.steps = steps
         self.position = 0
-        self.by_hand = False
-        """Whether the caller decided about a boundary, so that ranks may hold unequal windows."""
+        self.padded = 0
+        """The micro-batches among them that only keep step with other ranks."""
+        self.by_hand = plan is not None and not plan.is_whole
+        """Whether what it holds was not known when it opened: the caller closes it, or it straddles two loops."""
+        self.padding = False
+        """Whether the micro-batch that is under way is one of those."""
         self.broken: str | None = None
         """Why this window cannot be used any more, or None."""
         self.weighted: bool | None = None
         """Whether its losses carry weights; None while none came through ``backward`` or ``scale``."""
-        self.scale: float | Tensor = 1.0 / steps
+        self.has_means = False
+        """Whether losses without a weight stand beside those with one, which ``weight=fn`` allows."""
+        self.count_scale = ranks / plan.real if plan is not None and plan.is_whole else 1.0 / steps
+        self.scale: float | Tensor = self.count_scale
         self.terms = 0
         """The losses of the micro-batch that is under way."""
+        self._ranks = ranks
+        self._counted = None if plan is None else plan.weights
         self._mean_weight = mean_weight
         self._weight: float | Tensor = 0.0
         self._losses: list[Tensor] = []
+        self._means: list[Tensor] = []
         self._counted_terms = 0
         self._micro_weight: float | Tensor | None = None
         self._micro_losses: list[Tensor] = []
+        self._micro_means: list[Tensor] = []
+
+    @property
+    def real(self) -> int:
+        """The micro-batches that count."""
+        return self.position - self.padded
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the scales were right from the start, so that the closed window needs no correction."""
+        return not self.by_hand and (self.weighted is False or self._counted is not None)
+
+    def extend(self, more: int) -> None:
+        """A window that was open already goes on for ``more`` micro-batches."""
+        self.steps = self.position + more
+        self.by_hand = True
 
     def term(self, loss: Tensor, weight: float | Tensor | None, reduction: str) -> Tensor:
         """``loss`` scaled as a term of the micro-batch that is under way, which is now tallied."""
@@ -41,37 +70,59 @@ class Tally:
             self.terms += 1
             self._micro_losses.append(scaled.detach())
             return scaled
-        weighted = weight is not None
-        if self.weighted is None:
-            if self.position:
-                raise WindowError(
-                    f"the first {self.position} blocks of this window ran no backward() or scale(), so how their "
-                    "gradients were scaled is unknown. Use backward() or scale() in all blocks of a window, or in none."
-                )
-            self.begin_terms(weighted)
-        elif self.weighted != weighted:
-            raise WindowError(_mixed(weight))
-        if self.terms and not _agree(self._micro_weight, weight):
-            raise WindowError(
-                f"two losses of one micro-batch have the weights {self._micro_weight!r} and {weight!r}; they are terms "
-                "of one sum, so give them the same weight, or use one step() block for each."
-            )
-        self._micro_weight = weight
+        self._set_mode(weight)
         self.terms += 1
+        if weight is None and self.weighted:
+            scaled = scaled_loss(loss, self.count_scale, None, reduction)
+            self.has_means = True
+            self._micro_means.append(scaled.detach())
+            return scaled
+        self._micro_weight = weight
         scaled = scaled_loss(loss, self.scale, weight, reduction)
         if not is_zero(weight):
             self._micro_losses.append(scaled.detach())
         return scaled
 
+    def pad(self, loss: Tensor, weight: float | Tensor | None) -> Tensor:
+        """``loss`` of a micro-batch that only keeps step with other ranks, made to contribute zero."""
+        if self.weighted is None:
+            self.begin_terms(weight is not None)
+        self.terms += 1
+        return scaled_loss(loss, 1.0, 0.0, "mean")
+
+    def _set_mode(self, weight: float | Tensor | None) -> None:
+        """Note whether losses carry weights, and refuse what has no common denominator."""
+        weighted = weight is not None
+        if self.weighted is None:
+            self.begin_terms(weighted)
+        elif self.weighted != weighted and not (self.weighted and self._counted is not None):
+            raise WindowError(_mixed(weight))
+        if weighted and self._micro_weight is not None and not _agree(self._micro_weight, weight):
+            raise WindowError(
+                f"two losses of one micro-batch have the weights {self._micro_weight!r} and {weight!r}; they are terms "
+                "of one sum, so give them the same weight, or use one step() block for each."
+            )
+
     def begin_terms(self, weighted: bool) -> None:
         """The window's first loss decides whether its losses carry weights."""
-        self.weighted = weighted
-        if weighted:
+        if self.position:
+            raise WindowError(
+                f"the first {self.position} blocks of this window ran no backward() or scale(), so how their "
+                "gradients were scaled is unknown. Use backward() or scale() in all blocks of a window, or in none."
+            )
+        self.adopt(weighted)
+
+    def adopt(self, weighted: bool) -> None:
+        """Take over the mode that other ranks have, or that the first loss has."""
+        self.weighted = weighted or self._counted is not None
+        if self._counted is not None:
+            self.scale = counted_scale(self._ranks, self._counted.result()[0])
+        elif weighted:
             self.scale = window_scale(self.steps, self._mean_weight)
 
     def totals(self) -> tuple[float | Tensor, float]:
         """The weight and the number of micro-batches so far, the one under way included."""
-        count = float(self.position + (self.terms > 0))
+        count = float(self.real + (self.terms > 0 and not self.padding))
         return (self._weight_with_micro() if self.weighted else count), count
 
     def _weight_with_micro(self) -> float | Tensor:
@@ -86,29 +137,46 @@ class Tally:
         if self._micro_weight is not None:
             self._weight = self._weight_with_micro()
         self._losses += self._micro_losses
+        if self._micro_means:
+            self._means += self._micro_means
         self._counted_terms += self.terms
         self.position += 1
-        self.terms, self._micro_weight, self._micro_losses = 0, None, []
+        self.padded += self.padding
+        self._forget()
+
+    def _forget(self) -> None:
+        self.terms, self._micro_weight, self._micro_losses, self._micro_means = 0, None, [], []
 
     def discard(self) -> None:
         """Forget the micro-batch that just failed."""
-        self.terms, self._micro_weight, self._micro_losses = 0, None, []
+        self._forget()
         if not self._counted_terms:
-            self.weighted, self.scale = None, 1.0 / self.steps
+            self.weighted, self.scale = None, self.count_scale
+
+    def sums(self, device: torch.device) -> list[tuple[Tensor, float | Tensor]]:
+        """The sum of the scaled losses and their scaled weight, for those with the main denominator and the means."""
+        weight = self._weight if self.weighted else float(self.real)
+        main, means = _sum(self._losses, device), _sum(self._means, device)
+        return [(main, self.scale * weight), (means, self.count_scale * self.real if self._means else 0.0)]
 
     def mean_loss(self, device: torch.device) -> Tensor | None:
-        """This rank's weighted mean loss, from terms that hold the scale already; None if the user scales."""
+        """This rank's weighted mean loss; None if the user scales."""
         if self.weighted is None:
             return None
-        if not self._losses:  # every micro-batch was dropped
-            return torch.zeros((), device=device)
-        total = torch.stack([loss.reshape(()) for loss in self._losses]).sum()
-        scaled_weight = self.scale * (self._weight if self.weighted else float(self.position))
-        if isinstance(scaled_weight, Tensor):
-            return torch.where(scaled_weight > 0, total / scaled_weight, torch.zeros_like(scaled_weight)).to(
-                total.dtype
-            )
-        return total / scaled_weight if scaled_weight else torch.zeros_like(total)
+        main, means = (_ratio(*pair) for pair in self.sums(device))
+        return main + means if self._means else main
+
+
+def _sum(losses: list[Tensor], device: torch.device) -> Tensor:
+    if not losses:
+        return torch.zeros((), device=device)
+    return torch.stack([loss.reshape(()) for loss in losses]).sum()
+
+
+def _ratio(total: Tensor, weight: float | Tensor) -> Tensor:
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, total / weight, torch.zeros_like(weight)).to(total.dtype)
+    return total / weight if weight else torch.zeros_like(total)
 
 
 def _agree(first: float | Tensor | None, second: float | Tensor | None) -> bool:
@@ -126,5 +194,6 @@ def _mixed(weight: float | Tensor | None) -> str:
         )
     return (
         f"a loss with weight={weight!r} and a loss without a weight (or the reverse) in one window have no common "
-        "denominator. Pass a weight to every backward() and scale() of the window, on every rank."
+        "denominator. Pass a weight to every backward() and scale() of the window, on every rank, or count ahead: "
+        "acc.batches(loader, weight=fn) lets losses with a weight and mean-type losses stand side by side."
     )

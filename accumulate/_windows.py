@@ -8,13 +8,24 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from ._arguments import check_steps, is_zero, refuse_optimizer_in_backward
+from ._arguments import is_zero
 from ._correction import Correction
 from ._drop import Drop
 from ._errors import AccumulateError, WindowError
 from ._gradients import Gradients
+from ._guards import (
+    no_backward,
+    not_inside,
+    not_reduced,
+    refuse_changed_gradients,
+    refuse_hooks,
+    refuse_nested,
+    unfinished,
+)
+from ._lengths import Lengths
+from ._loops import Loops
 from ._ranks import Ranks
-from ._sync import Found, not_reduced
+from ._sync import Found, begin
 from ._tally import Tally
 
 __all__ = ["Windows"]
@@ -30,7 +41,7 @@ class Windows:
         gradients: Sequence[Gradients],
         ranks: Ranks,
     ) -> None:
-        self.steps = steps
+        self.lengths = Lengths(steps)
         self.ranks = ranks
         self.micro_steps = 0
         self.updates = 0
@@ -39,6 +50,7 @@ class Windows:
         self.open: Tally | None = None
         self.closed: Tally | None = None
         """The last window that was closed, for reports."""
+        self.loops = Loops()
         self._controls = [control for _, control in found]
         self._found = found
         self._gradients = gradients
@@ -48,33 +60,29 @@ class Windows:
         self._drop = Drop(self._controls, gradients)
         self._correction = Correction(ranks, gradients)
         if not callable(steps):
-            self._refuse_optimizer_in_backward(steps)
+            refuse_hooks(gradients, steps)
 
     def enter(self, boundary: bool | None) -> None:
         """Begin a micro-batch: decide whether it closes the window, and tell the wrappers."""
-        if self._thread is not None:
-            where = "this thread" if self._thread == threading.get_ident() else "another thread"
-            raise WindowError(f"step() entered while a step() block of {where} is open; leave that block first")
+        refuse_nested(self._thread)
+        padding = self.loops.enter()
         tally = self.open or self._new_tally()
         self._check_usable(tally)
-        reduce = tally.position + 1 >= tally.steps if boundary is None else boundary
-        self._begin_controls(reduce)
+        reduce = due = tally.position + 1 >= tally.steps
+        if boundary is not None:
+            reduce = boundary
+        tally.padding = padding
+        begin(self._controls, reduce)
         if reduce:
             self._let_go()
         self._thread = threading.get_ident()
-        self.open, self.is_boundary, self._explicit = tally, reduce, boundary is not None
+        # Ranks that count alone may hold unequal windows when one is closed by hand; under batches() none is closed
+        # by hand where the plan closes it.
+        self._explicit = boundary is not None and (self.loops.handed is None or reduce != due)
+        self.open, self.is_boundary = tally, reduce
         self._started = False
-
-    def _begin_controls(self, reduce: bool) -> None:
-        begun = []
-        try:
-            for control in self._controls:
-                control.begin(reduce)
-                begun.append(control)
-        except BaseException:
-            for control in reversed(begun):
-                control.end()
-            raise
+        if tally.padding:
+            self._drop.begin()
 
     def leave(self, failed: bool) -> None:
         """End a micro-batch: put every flag back, then count it, close the window, or mark it broken."""
@@ -84,17 +92,16 @@ class Windows:
         if self._drop.is_used:
             self._drop.end()
         tally = self._opened()
+        self.loops.leave(done=False)
         if failed or tally.broken:
             self._fail(tally)
             return
         if tally.weighted is False and not tally.terms:
             self._fail(tally)
-            raise WindowError(
-                "this step() block ran no backward() although others of its window did; it was not counted. Leave its "
-                "batch out before the block, or give every loss a weight and call backward(loss, weight=0) here."
-            )
+            raise no_backward()
+        self.loops.leave(done=True)
         tally.commit(self._explicit)
-        self.micro_steps += 1
+        self.micro_steps += not tally.padding
         if self.is_boundary:
             self._close(tally, flush=False)
             return
@@ -116,15 +123,17 @@ class Windows:
     def term(self, loss: Tensor, weight: float | Tensor | None, reduction: str) -> Tensor:
         """One loss of the micro-batch that is under way, scaled."""
         if self._thread != threading.get_ident():
-            where = "none is open" if self._thread is None else "the open one belongs to another thread"
-            raise WindowError(f"backward() and scale() belong inside a `with acc.step():` block; {where}")
+            raise not_inside(self._thread)
         tally = self._opened()
         if tally.position and not tally.terms:
             self._check_usable(tally)  # zero_grad() at the top of the block
-        scaled = tally.term(loss, weight, reduction)
-        if self.is_boundary and (tally.weighted or tally.by_hand or self._explicit):
+        self.loops.check_weight(weight)
+        scaled = tally.pad(loss, weight) if tally.padding else tally.term(loss, weight, reduction)
+        if self.is_boundary and (self._explicit or not tally.is_exact):
             self._correction.start(tally)
-        return scaled if weight is None or not is_zero(weight) else self._drop.replace(scaled, self.is_boundary)
+        if tally.padding or not is_zero(weight):
+            return scaled
+        return self._drop.replace(scaled, self.is_boundary)
 
     def begin_backward(self, retain: bool) -> bool:
         """Whether the loss just scaled needs its backward; from here on an exception breaks the window."""
@@ -145,6 +154,7 @@ class Windows:
     def flush(self) -> bool:
         """Close what is open on any rank; True if there was something."""
         self.refuse_inside("flush")
+        self.loops.settle()
         tally = self.open or self._new_tally()
         self._check_usable(tally)
         if not self._correction.agree(tally):
@@ -157,6 +167,8 @@ class Windows:
     def reset(self) -> None:
         """Drop the open window, its gradients and its hidden sums."""
         self.refuse_inside("reset")
+        self.loops.settle()
+        self.loops.leave(done=True)
         if self.open is None:
             return
         for control in self._controls:
@@ -173,6 +185,12 @@ class Windows:
         self.is_closed = True
         with suppress(AccumulateError):  # an FSDP1 model that an exception has left unusable
             self.reset()
+
+    def check_idle(self, call: str) -> None:
+        """Raise if the accumulator is closed or in the middle of a micro-batch."""
+        self.refuse_inside(call)
+        if self.is_closed:
+            raise WindowError("this Accumulator is closed; construct a new one")
 
     def at_boundary(self, call: str) -> bool:
         """Whether a window has been closed and no later one has begun; raises inside a block."""
@@ -207,11 +225,16 @@ class Windows:
         self.updates += 1
 
     def _new_tally(self) -> Tally:
-        steps = check_steps(self.steps(self.updates) if callable(self.steps) else self.steps)
-        self._refuse_optimizer_in_backward(steps)
+        plan = self.loops.plan
+        steps = self.lengths.of(self.updates) if plan is None else plan.steps
+        refuse_hooks(self._gradients, steps)
         for gradients in self._gradients:
             gradients.remember()
-        return Tally(steps, self._correction.mean_weight)
+        return Tally(steps, self._correction.mean_weight, plan, self.ranks.size)
+
+    def wanted(self) -> int:
+        """The micro-batches that the open window still needs, or that the next one has."""
+        return self.lengths.of(self.updates) if self.open is None else max(1, self.open.steps - self.open.position)
 
     def _opened(self) -> Tally:
         assert self.open is not None  # a block is open, and blocks are entered with a tally
@@ -224,24 +247,12 @@ class Windows:
     def _check_usable(self, tally: Tally) -> None:
         if self.is_closed:
             raise WindowError("this Accumulator is closed; construct a new one")
+        self.loops.check()
         if tally.broken:
             raise WindowError(f"this window is broken: {tally.broken}. Call reset() to drop it, then repeat it.")
-        if not tally.position:
-            return
-        for gradients in self._gradients:
-            if what := gradients.changed():
-                raise WindowError(
-                    f"gradients of {gradients.name} were {what} after micro-batch {tally.position} of {tally.steps}, "
-                    "inside a window. Clear them only when is_boundary is true; reset() drops this window."
-                )
+        refuse_changed_gradients(self._gradients, tally)
 
     def refuse_inside(self, call: str) -> None:
         """Raise in the middle of a micro-batch."""
         if self._thread is not None:
-            raise WindowError(
-                f"{call}() inside a step() block: the micro-batch is not complete. Call it after the block."
-            )
-
-    def _refuse_optimizer_in_backward(self, steps: int) -> None:
-        for gradients in self._gradients:
-            refuse_optimizer_in_backward(gradients.without_hooks, steps)
+            raise unfinished(call)

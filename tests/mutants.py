@@ -88,15 +88,15 @@ MUTANTS = (
     Mutant(
         "one mesh dimension summed",
         "_ranks.py",
-        "for group in self._groups[1:]:",
-        "for group in ():",
+        "for group in groups:  # both",
+        "for group in groups[:1]:  # both",
         CONFORMS + "[hsdp-inside-weighted-3+3+3]",
     ),
     Mutant(
         "R is the world's size",
         "_ranks.py",
-        "self.size *= each.size()",
-        "self.size *= dist.get_world_size()",
+        "self.size * each.size(), self.index",
+        "self.size * dist.get_world_size(), self.index",
         CONFORMS + "[ddp-subgroup-inside-weighted-3+3+3]",
     ),
     Mutant(
@@ -109,8 +109,8 @@ MUTANTS = (
     Mutant(
         "divide by steps, not by what the window holds",
         "_correction.py",
-        "if tally.weighted is None or not (tally.weighted or tally.by_hand):",
-        "if not tally.weighted:",
+        "if tally.is_exact:\n            self._correct_unwrapped",
+        "if tally.is_exact or not tally.weighted:\n            self._correct_unwrapped",
         CASES + "test_case_8_a_short_last_window_closed_by_flush_is_its_own_mean",
     ),
     Mutant(
@@ -123,8 +123,8 @@ MUTANTS = (
     Mutant(
         "corrected although the user scales",
         "_correction.py",
-        "if tally.weighted is None or not (tally.weighted or tally.by_hand):",
-        "if False:",
+        "if tally.is_exact:\n            self._correct_unwrapped",
+        "if False:\n            self._correct_unwrapped",
         DDP + "test_a_full_window_without_weights_sends_the_gradient_and_nothing_else",
     ),
     # -- windows
@@ -138,8 +138,8 @@ MUTANTS = (
     Mutant(
         "drop the pause",
         "_windows.py",
-        "self._begin_controls(reduce)",
-        "self._begin_controls(True)",
+        "begin(self._controls, reduce)",
+        "begin(self._controls, True)",
         DDP + "test_case_12_backward_alone_inside_reduces_as_if_both_were",
     ),
     Mutant(
@@ -158,9 +158,9 @@ MUTANTS = (
     ),
     Mutant(
         "cleared gradients go unnoticed",
-        "_windows.py",
-        "if not tally.position:\n            return\n",
-        "if True:\n            return\n",
+        "_guards.py",
+        "if not tally.position:\n        return\n",
+        "if True:\n        return\n",
         CASES + "test_case_18_clearing_gradients_in_every_iteration_is_an_error",
     ),
     Mutant(
@@ -193,9 +193,9 @@ MUTANTS = (
     ),
     Mutant(
         "blocks may be nested",
-        "_windows.py",
-        "if self._thread is not None:\n            where",
-        "if False:\n            where",
+        "_guards.py",
+        "if thread is not None:\n        where",
+        "if False:\n        where",
         MISTAKE + "[nested]",
     ),
     Mutant(

@@ -127,7 +127,7 @@ class DDPControl(SyncControl):
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's, untyped
         elif tensor.grad_fn is None:  # a parameter as output, which would gather a hook with each forward
             self._leaves.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]  # torch's, untyped
-        elif False in self._blocks and hook is self._reached and not self.must_run_backward:
+        elif False in self._blocks and hook is self._reached and not (self.must_run_backward or self.drop):
             self._late.append(tensor.grad_fn)  # a backward in this block must not reduce, so it needs no hook yet
         else:
             tensor.grad_fn.register_prehook(hook)

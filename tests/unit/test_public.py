@@ -25,11 +25,15 @@ DOCUMENTED = {
 }
 MEMBERS = {
     "backward",
+    "batches",
     "clip_grad_norm_",
     "close",
     "flush",
+    "global_loss",
     "grad_norm",
     "is_boundary",
+    "is_last",
+    "is_padding",
     "loss",
     "micro_steps",
     "optimizer_step",
