@@ -14,6 +14,7 @@ from ._scaling import precise
 __all__ = [
     "as_models",
     "check_batches",
+    "check_count",
     "check_loss",
     "check_policy",
     "check_steps",
@@ -111,6 +112,11 @@ def check_weight(weight: float | Tensor | None, reduction: str) -> float | Tenso
         if reduction == "sum":
             raise ValueError("reduction='sum' needs weight=, the number of items in the sum, to divide by")
         return None
+    return check_count(weight)
+
+
+def check_count(weight: object) -> float | Tensor:
+    """A number of items, or the TypeError or ValueError for what is none."""
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ValueError(f"weight must be one number, got a tensor of shape {tuple(weight.shape)}; pass its sum")

@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from ._arguments import check_weight
+from ._arguments import check_count
 from ._errors import AccumulateError, WindowError
 from ._ranks import Ranks, Sum
 
@@ -61,8 +61,7 @@ class Stream(Generic[T]):
     def _pull(self) -> None:
         try:
             batch = next(self._iterator)
-            weight = 1.0 if self._weight is None else check_weight(self._weight(batch), "mean")
-            assert weight is not None  # a ``None`` from the user's function is a TypeError
+            weight = 1.0 if self._weight is None else check_count(self._weight(batch))
             self._queue.append(_Item(batch, weight, None))
         except StopIteration:
             self._ended = True
@@ -184,7 +183,7 @@ class Handed(Generic[T]):
     def check_weight(self, weight: float | Tensor | None) -> None:
         """Raise if a loss's weight is another number than ``weight=fn`` counted, for its window is scaled already."""
         known = isinstance(weight, float) and isinstance(self.weight, float)
-        if self.plan.weights is not None and known and weight != self.weight:
+        if self.plan.weights is not None and not self.is_padding and known and weight != self.weight:
             raise WindowError(
                 f"backward(loss, weight={weight:g}) for a batch that batches(weight=fn) counted as {self.weight:g}; "
                 "its window is scaled by that already. Pass the same number, or leave weight=fn out: then weights, 0 "

@@ -739,7 +739,7 @@ def weights_on_one_rank_only() -> None:
 
 
 def test_weights_on_one_rank_only_are_an_error_on_both_when_flushed(ranks: Callable[[int], Pool]) -> None:
-    assert disagree(ranks(2)).count("AccumulateError: some ranks gave their losses a weight") == 2
+    assert disagree(ranks(2)).count("AccumulateError: some losses of this window have a weight") == 2
 
 
 # -- what runs in between ---------------------------------------------------------------------------------------------

@@ -45,14 +45,17 @@ def call(model: nn.Module, x: Tensor) -> Tensor:
 def gradient(
     model: nn.Module, terms: Iterable[Term], forward: Forward = call, loss: Loss = mean_square
 ) -> dict[str, Tensor]:
-    """The gradient of one window by parameter name; parameters without one are left out. ``model`` is not touched."""
+    """The gradient of one window by parameter name, zero for a total weight of 0; ``model`` is not touched.
+
+    Parameters without a gradient are left out.
+    """
     model = copy.deepcopy(model).double()
     model.zero_grad()
     total, objective = 0.0, torch.zeros((), dtype=torch.float64)
     for x, y, weight in terms:
         objective = objective + weight * loss(forward(model, x.double()).double(), y.double())
         total += weight
-    (objective / total).backward()  # type: ignore[no-untyped-call]  # torch does not annotate Tensor.backward
+    (objective / total if total else 0 * objective).backward()  # type: ignore[no-untyped-call]  # torch does not annotate Tensor.backward
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
