@@ -68,11 +68,10 @@ class Batches(Generic[T]):
                 f"the ranks have {', '.join(map(str, counts))} batches for their first window: rank {counts.index(0)} "
                 "has none, so nothing to pad with while others go on. Give every rank at least one batch."
             )
-        fits = self._windows.open is None and not (self._carry and length < wanted)
         weights = None
         if self._weight is not None:
             weights = self._windows.ranks.start_sum([self._stream.weigh(self._stream.available(length))])
-        return Plan(length, sum(counts), wanted if self._carry else length, fits, weights)
+        return Plan(length, sum(counts), wanted if self._carry else length, self._windows.open is None, weights)
 
     def _hand_out(self, plan: Plan) -> Iterator[T]:
         """The batches of a plan, up to a boundary that comes earlier."""

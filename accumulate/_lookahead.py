@@ -31,8 +31,8 @@ class Plan(NamedTuple):
     """Those with data, over all ranks."""
     steps: int
     """How many make the window full."""
-    is_whole: bool
-    """Whether the window begins and ends with it, so that its counts are the window's."""
+    opens_window: bool
+    """Whether the window begins with it; if it goes on after it, ``Tally.extend`` is told."""
     weights: Sum | None
     """The sum over all ranks of what ``weight=fn`` counted in it."""
 

@@ -23,7 +23,7 @@ class Tally:
         self.position = 0
         self.padded = 0
         """The micro-batches among them that only keep step with other ranks."""
-        self.by_hand = plan is not None and not plan.is_whole
+        self.by_hand = plan is not None and not plan.opens_window
         """Whether what it holds was not known when it opened: the caller closes it, or it straddles two loops."""
         self.padding = False
         """Whether the micro-batch that is under way is one of those."""
@@ -33,7 +33,7 @@ class Tally:
         """Whether its losses carry weights; None while none came through ``backward`` or ``scale``."""
         self.has_means = False
         """Whether losses without a weight stand beside those with one, which ``weight=fn`` allows."""
-        self.count_scale = ranks / plan.real if plan is not None and plan.is_whole else 1.0 / steps
+        self.count_scale = ranks / plan.real if plan is not None and plan.opens_window else 1.0 / steps
         self.scale: float | Tensor = self.count_scale
         self.terms = 0
         """The losses of the micro-batch that is under way."""

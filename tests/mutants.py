@@ -39,6 +39,7 @@ class Mutant(NamedTuple):
 
 CASES, DDP, FSDP = "unit/test_cases.py::", "distributed/test_cases_ddp.py::", "distributed/test_cases_fsdp.py::"
 BAD, CONFORMS = "unit/test_bad_input.py::", "distributed/test_conformance.py::test_conforms"
+BATCHES, AHEAD = "distributed/test_batches.py::", "unit/test_batches.py::"
 MISTAKE = BAD + "test_a_mistake_is_named_with_its_value_and_leaves_the_model_unharmed"
 
 MUTANTS = (
@@ -126,6 +127,84 @@ MUTANTS = (
         "if tally.is_exact:\n            self._correct_unwrapped",
         "if False:\n            self._correct_unwrapped",
         DDP + "test_a_full_window_without_weights_sends_the_gradient_and_nothing_else",
+    ),
+    # -- batches
+    Mutant(
+        "padding counts",
+        "_tally.py",
+        "self.padded += self.padding",
+        "self.padded += 0",
+        BATCHES + "test_loss_reports_leave_padding_out",
+    ),
+    Mutant(
+        "padding contributes",
+        "_drop.py",
+        "control.drop = True",
+        "control.drop = False",
+        BATCHES + "test_a_backward_without_the_library_contributes_nothing_in_a_padding_batch",
+    ),
+    Mutant(
+        "padding moves running statistics",
+        "_lookahead.py",
+        "buffer.copy_(before)",
+        "pass",
+        BATCHES + "test_padding_does_not_move_running_statistics",
+    ),
+    Mutant(
+        "a short window is divided by a full one",
+        "_tally.py",
+        "ranks / plan.real if",
+        "1.0 / steps if",
+        BATCHES + "test_case_33_unequal_ranks_give_the_gradient_over_all_samples",
+    ),
+    Mutant(
+        "a window is as long as this rank's data",
+        "_batches.py",
+        "length = max(counts)",
+        "length = min(counts)",
+        BATCHES + "test_case_33_unequal_ranks_give_the_gradient_over_all_samples",
+    ),
+    Mutant(
+        "a carried window is thought whole",
+        "_tally.py",
+        "self.position + more\n        self.by_hand = True",
+        "self.position + more",
+        AHEAD + "test_case_21_carry_lets_windows_straddle_epochs",
+    ),
+    Mutant(
+        "a loop left in mid-window is forgotten",
+        "_loops.py",
+        "if window is not None and not finished:",
+        "if False:",
+        AHEAD + "test_case_24_a_loop_left_in_mid_window_is_not_inherited",
+    ),
+    Mutant(
+        "a wrong len is believed",
+        "_lookahead.py",
+        "if self._lengths is not None and self._stream.available(1):",
+        "if False:",
+        AHEAD + "test_a_wrong_length_is_an_error",
+    ),
+    Mutant(
+        "auxiliary losses share the weights' denominator",
+        "_tally.py",
+        "scaled_loss(loss, self.count_scale, None, reduction)",
+        "scaled_loss(loss, self.scale, None, reduction)",
+        AHEAD + "test_case_7_a_per_token_loss_and_a_mean_type_one_each_have_their_own_denominator",
+    ),
+    Mutant(
+        "the question is asked late",
+        "_batches.py",
+        "if ends:",
+        "if False:",
+        BATCHES + "test_all_ranks_send_the_same_and_only_what_is_needed",
+    ),
+    Mutant(
+        "the last batch is kept alive",
+        "_lookahead.py",
+        "self._iterator = iter(())",
+        "pass",
+        AHEAD + "test_a_kept_traceback_keeps_no_worker_process",
     ),
     # -- windows
     Mutant(

@@ -472,6 +472,28 @@ def test_no_batch_and_no_worker_process_is_kept_alive() -> None:
     assert multiprocessing.active_children() == []
 
 
+def test_a_kept_traceback_keeps_no_worker_process() -> None:
+    model = plain_net()
+    acc = Accumulator(model, 2)
+    loader = DataLoader(Stream(40), batch_size=1, num_workers=1, multiprocessing_context="fork")
+    counted = []
+
+    def count(x: Tensor) -> int:
+        counted.append(weakref.ref(x))
+        if len(counted) == 5:
+            raise ValueError("cannot be counted")
+        return len(x)
+
+    with pytest.raises(ValueError, match="cannot be counted") as kept:
+        for x in acc.batches(loader, weight=count):
+            with acc.step():
+                acc.backward(model(x).square().mean(), weight=len(x))
+            if acc.is_boundary:
+                model.zero_grad()
+    assert kept.value.__traceback__ is not None
+    assert multiprocessing.active_children() == []
+
+
 def test_an_unsized_loader_with_workers_is_looked_ahead() -> None:
     model = plain_net()
     acc = Accumulator(model, 4)
