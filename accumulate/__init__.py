@@ -4,8 +4,7 @@ from ._accumulator import Accumulator
 from ._contexts import no_sync
 from ._errors import AccumulateError, UnsupportedWrapperError, WindowError
 from ._sync import SyncControl, register
-
-__version__ = "0.1.0"
+from ._version import __version__
 
 __all__ = [
     "AccumulateError",

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
@@ -20,6 +21,7 @@ from ._reports import Reports
 from ._sync import Found, find, release
 from ._typing import BackwardOptions, Optimizer, Steppable
 from ._update import Updates
+from ._version import __version__
 from ._windows import Windows
 
 if TYPE_CHECKING:
@@ -58,8 +60,9 @@ class Accumulator(Reports):
             gradients = [Gradients(name, each, self._found) for name, each in models.items()]
             ranks = Ranks(self._found, group, gradients[0].device)
             shown = "a callable" if callable(steps) else steps
-            ranks.agree(steps=shown, policy=policy, wrappers=self._wrappers())
-            self._windows = Windows(steps, self._found, gradients, ranks)
+            versions = f"accumulate {__version__}, torch {torch.__version__}"
+            ranks.agree(steps=shown, policy=policy, wrappers=self._wrappers(), versions=versions)
+            self._windows = Windows(steps, self._found, gradients, ranks, models)
         except BaseException:
             release(self._found)
             raise

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from . import _guards as guards
 from ._arguments import is_zero
 from ._correction import Correction
 from ._drop import Drop
 from ._errors import AccumulateError, WindowError
 from ._gradients import Gradients
-from ._guards import (
-    no_backward,
-    not_inside,
-    not_reduced,
-    refuse_changed_gradients,
-    refuse_hooks,
-    refuse_nested,
-    unfinished,
-)
 from ._lengths import Lengths
 from ._loops import Loops
 from ._ranks import Ranks
+from ._surroundings import Surroundings
 from ._sync import Found, begin
 from ._tally import Tally
 
@@ -40,6 +33,7 @@ class Windows:
         found: Sequence[Found],
         gradients: Sequence[Gradients],
         ranks: Ranks,
+        models: Mapping[str, nn.Module],
     ) -> None:
         self.lengths = Lengths(steps)
         self.ranks = ranks
@@ -59,12 +53,13 @@ class Windows:
         self._started = False
         self._drop = Drop(self._controls, gradients)
         self._correction = Correction(ranks, gradients)
+        self._surroundings = Surroundings(self, models, found)
         if not callable(steps):
-            refuse_hooks(gradients, steps)
+            guards.refuse_hooks(gradients, steps)
 
     def enter(self, boundary: bool | None) -> None:
         """Begin a micro-batch: decide whether it closes the window, and tell the wrappers."""
-        refuse_nested(self._thread)
+        guards.refuse_nested(self._thread)
         padding = self.loops.enter()
         tally = self.open or self._new_tally()
         self._check_usable(tally)
@@ -98,7 +93,7 @@ class Windows:
             return
         if tally.weighted is False and not tally.terms:
             self._fail(tally)
-            raise no_backward()
+            raise guards.no_backward()
         self.loops.leave(done=True)
         tally.commit(self._explicit)
         self.micro_steps += not tally.padding
@@ -123,7 +118,7 @@ class Windows:
     def term(self, loss: Tensor, weight: float | Tensor | None, reduction: str) -> Tensor:
         """One loss of the micro-batch that is under way, scaled."""
         if self._thread != threading.get_ident():
-            raise not_inside(self._thread)
+            raise guards.not_inside(self._thread)
         tally = self._opened()
         if tally.position and not tally.terms:
             self._check_usable(tally)  # zero_grad() at the top of the block
@@ -183,6 +178,7 @@ class Windows:
         """Drop an open window and refuse every later block."""
         self.refuse_inside("close")
         self.is_closed = True
+        self._surroundings.close()
         with suppress(AccumulateError):  # an FSDP1 model that an exception has left unusable
             self.reset()
 
@@ -200,11 +196,7 @@ class Windows:
     def require_boundary(self, call: str) -> None:
         """Raise unless a window has been closed and no later one has begun."""
         if not self.at_boundary(call):
-            position = self.open.position if self.open else 0
-            raise WindowError(
-                f"{call}() at micro-batch {position} of a window, whose gradient is not complete yet. Call it when "
-                "is_boundary is true."
-            )
+            raise guards.partial(call, self.open)
 
     def _close(self, tally: Tally, flush: bool) -> None:
         try:
@@ -212,7 +204,7 @@ class Windows:
                 if flush:
                     control.flush()
                 elif not control.finish():
-                    raise AccumulateError(not_reduced(name, control))
+                    raise AccumulateError(guards.not_reduced(name, control))
             self._correction.apply(tally)
         except BaseException:
             tally.broken = "its last micro-batch could not be reduced"
@@ -225,9 +217,10 @@ class Windows:
         self.updates += 1
 
     def _new_tally(self) -> Tally:
+        self._surroundings.check()
         plan = self.loops.plan
         steps = self.lengths.of(self.updates) if plan is None else plan.steps
-        refuse_hooks(self._gradients, steps)
+        guards.refuse_hooks(self._gradients, steps)
         for gradients in self._gradients:
             gradients.remember()
         return Tally(steps, self._correction.mean_weight, plan, self.ranks.size)
@@ -250,9 +243,9 @@ class Windows:
         self.loops.check()
         if tally.broken:
             raise WindowError(f"this window is broken: {tally.broken}. Call reset() to drop it, then repeat it.")
-        refuse_changed_gradients(self._gradients, tally)
+        guards.refuse_changed_gradients(self._gradients, tally)
 
     def refuse_inside(self, call: str) -> None:
         """Raise in the middle of a micro-batch."""
         if self._thread is not None:
-            raise unfinished(call)
+            raise guards.unfinished(call)
