@@ -21,6 +21,7 @@ from ._reports import Reports
 from ._sync import Found, find, release
 from ._typing import BackwardOptions, Optimizer, Steppable
 from ._update import Updates
+from ._verify import Verifier
 from ._version import __version__
 from ._windows import Windows
 
@@ -38,7 +39,9 @@ class Accumulator(Reports):
     ``model`` is a module or several; ``steps`` the micro-batches of one window: an int >= 1, or a callable of the
     update index, read once when a window opens. ``policy`` says what sharded wrappers keep between micro-batches
     ("balanced" is the only one so far). ``group`` overrules the ranks over which weights are summed (default: those
-    that the wrapper averages over). Construct it on every rank, once the model is wrapped and its weights are loaded.
+    that the wrapper averages over). ``verify=True`` compares windows and gradients over the ranks at each boundary, and
+    raises on all of them; a number is how many seconds one waits for the others (True: 300). Construct it on every
+    rank, once the model is wrapped and its weights are loaded.
 
     Raises ``TypeError`` or ``ValueError`` for a wrong argument, :class:`UnsupportedWrapperError` for a
     wrapper that cannot be steered, :class:`AccumulateError` if ranks disagree.
@@ -51,6 +54,7 @@ class Accumulator(Reports):
         *,
         policy: str = "balanced",
         group: ProcessGroup | None = None,
+        verify: bool | float = False,
     ) -> None:
         models = arguments.as_models(model)
         steps = arguments.check_setting(steps)
@@ -62,7 +66,9 @@ class Accumulator(Reports):
             shown = "a callable" if callable(steps) else steps
             versions = f"accumulate {__version__}, torch {torch.__version__}"
             ranks.agree(steps=shown, policy=policy, wrappers=self._wrappers(), versions=versions)
-            self._windows = Windows(steps, self._found, gradients, ranks, models)
+            seconds = arguments.check_verify(verify)
+            verifier = Verifier(ranks, self._found, seconds) if seconds else None
+            self._windows = Windows(steps, self._found, gradients, ranks, models, verifier)
         except BaseException:
             release(self._found)
             raise

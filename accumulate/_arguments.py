@@ -18,12 +18,15 @@ __all__ = [
     "check_loss",
     "check_policy",
     "check_steps",
+    "check_verify",
     "check_weight",
     "is_zero",
     "refuse_optimizer_in_backward",
 ]
 
 POLICIES = ("balanced",)
+PATIENCE = 300.0
+"""Seconds that ``verify=True`` waits for the other ranks."""
 
 
 def as_models(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
@@ -65,6 +68,17 @@ def check_policy(policy: str) -> str:
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; choose from {', '.join(map(repr, POLICIES))}")
     return policy
+
+
+def check_verify(verify: float) -> float:
+    """How many seconds a rank waits for the others at a boundary; 0 for never looking."""
+    if verify is True:
+        return PATIENCE
+    if not isinstance(verify, numbers.Real):
+        raise TypeError(f"verify must be True, False or the seconds to wait for other ranks, got {verify!r}")
+    if not 0 <= verify < math.inf:
+        raise ValueError(f"verify must be a finite number of seconds, at least 0, got {verify!r}")
+    return float(verify)
 
 
 def check_batches(iterable: object, weight: object, last: str) -> None:

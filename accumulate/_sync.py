@@ -46,6 +46,8 @@ class SyncControl(ABC):
     """True if the wrapper itself hangs post-accumulate-grad hooks on its parameters; from others they are refused."""
     shard_group: ProcessGroup | None = None
     """The group over which ``.grad`` is split without being a DTensor (FSDP1), else None."""
+    replica_group: ProcessGroup | None = None
+    """The group over which ``.grad`` must be equal after a reduction, for ``verify=True``; None if there is none."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

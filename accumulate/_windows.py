@@ -20,6 +20,7 @@ from ._ranks import Ranks
 from ._surroundings import Surroundings
 from ._sync import Found, begin
 from ._tally import Tally
+from ._verify import Verifier
 
 __all__ = ["Windows"]
 
@@ -34,6 +35,7 @@ class Windows:
         gradients: Sequence[Gradients],
         ranks: Ranks,
         models: Mapping[str, nn.Module],
+        verifier: Verifier | None,
     ) -> None:
         self.lengths = Lengths(steps)
         self.ranks = ranks
@@ -53,6 +55,7 @@ class Windows:
         self._started = False
         self._drop = Drop(self._controls, gradients)
         self._correction = Correction(ranks, gradients)
+        self._verifier = verifier
         self._surroundings = Surroundings(self, models, found)
         if not callable(steps):
             guards.refuse_hooks(gradients, steps)
@@ -67,6 +70,8 @@ class Windows:
         if boundary is not None:
             reduce = boundary
         tally.padding = padding
+        if self._verifier is not None:
+            self._verifier.enter(self.updates, tally, reduce, boundary is None and not tally.by_hand)
         begin(self._controls, reduce)
         if reduce:
             self._let_go()
@@ -206,6 +211,8 @@ class Windows:
                 elif not control.finish():
                     raise AccumulateError(guards.not_reduced(name, control))
             self._correction.apply(tally)
+            if self._verifier is not None:
+                self._verifier.compare()
         except BaseException:
             tally.broken = "its last micro-batch could not be reduced"
             self.is_boundary = False

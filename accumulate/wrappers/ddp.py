@@ -44,6 +44,7 @@ class DDPControl(SyncControl):
     def __init__(self, module: DistributedDataParallel) -> None:
         super().__init__(module)
         self.ddp = module
+        self.replica_group = module.process_group
         refuse_options(module)
         # A static graph's reducer is flushed by other collectives than its backward runs, so no rank may leave one out.
         # Nor where backward has collectives of its own.
