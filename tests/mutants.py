@@ -214,6 +214,13 @@ MUTANTS = (
         "test_a_graph_from_off_the_boundary_reduces_when_its_backward_comes_after_the_window",
     ),
     Mutant(
+        "a backward of an earlier forward is taken for this one's",
+        "wrappers/ddp.py",
+        "self.backwards == 1 and not self.disturbed and",
+        "self.backwards == 1 and",
+        DDP + "test_case_13_each_block_runs_the_backward_of_the_forward_before",
+    ),
+    Mutant(
         "a control is not told of the end",
         "_windows.py",
         "control.end()\n        if self._drop.is_used",
