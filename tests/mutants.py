@@ -308,9 +308,9 @@ MUTANTS = (
     ),
     Mutant(
         "an unreduced bucket passes",
-        "wrappers/ddp.py",
-        "        try:\n            self.ddp.reducer._check_reducer_finalized()\n        except RuntimeError as error:",
-        "        try:\n            pass\n        except RuntimeError as error:",
+        "wrappers/_ddp_reducer.py",
+        "    try:\n        ddp.reducer._check_reducer_finalized()\n    except RuntimeError as error:",
+        "    try:\n        pass\n    except RuntimeError as error:",
         DDP + "test_case_42_the_same_without_the_flag_is_an_error_before_the_update",
     ),
     Mutant(
