@@ -21,6 +21,9 @@ class Drop:
         self.skips_backward = False
         """Whether the loss of this micro-batch needs no backward."""
         self._controls = controls
+        if any(control.must_run_backward for control in controls):
+            for control in controls:  # that backward runs through all of them, so each must be ready to enter zeros
+                control.must_run_backward = True
         self._gradients = gradients
         self._aside: list[tuple[nn.Parameter, Tensor | None]] = []
 

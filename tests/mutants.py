@@ -221,6 +221,13 @@ MUTANTS = (
         DDP + "test_case_13_each_block_runs_the_backward_of_the_forward_before",
     ),
     Mutant(
+        "a drop is expected only by the wrapper that must run it",
+        "_drop.py",
+        "control.must_run_backward = True",
+        "pass",
+        "distributed/test_review.py::test_a_loss_of_two_models_whose_slope_is_not_finite_is_dropped_from_both",
+    ),
+    Mutant(
         "a control is not told of the end",
         "_windows.py",
         "control.end()\n        if self._drop.is_used",
