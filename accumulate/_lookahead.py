@@ -60,10 +60,10 @@ class Stream(Generic[T]):
 
     def _pull(self) -> None:
         try:
-            batch = next(self._iterator)
-            weight = 1.0 if self._weight is None else check_count(self._weight(batch))
-            self._queue.append(_Item(batch, weight, None))
-        except StopIteration:
+            for batch in self._iterator:  # not next(): a StopIteration of the weight function is no end of the data
+                weight = 1.0 if self._weight is None else check_count(self._weight(batch))
+                self._queue.append(_Item(batch, weight, None))
+                return
             self._ended = True
         except Exception as error:  # noqa: BLE001 - it is raised when its batch is due, so earlier windows are whole
             self._queue.append(_Item(None, 0.0, error))

@@ -568,6 +568,20 @@ def test_a_function_that_counts_wrongly_is_an_error_when_its_batch_is_due() -> N
             next(iter(acc.batches(terms(2), weight=lambda t, value=value: value)))  # type: ignore[misc]  # bad on purpose
 
 
+def test_a_function_that_raises_stop_iteration_does_not_end_the_data_silently() -> None:
+    model = plain_net()
+    acc = Accumulator(model, 2)
+    counts = iter([1.0, 1.0, 1.0])
+    seen = 0
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        for term in acc.batches(terms(5), weight=lambda t: next(counts)):
+            run(acc, model, term, weight=1.0)
+            seen += 1
+            if acc.is_boundary:
+                model.zero_grad()
+    assert seen == 3
+
+
 def test_batches_of_a_closed_accumulator_or_inside_a_block_are_refused() -> None:
     model = plain_net()
     acc = Accumulator(model, 2)
