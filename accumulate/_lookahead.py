@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ __all__ = ["Extent", "Handed", "Plan", "Stream"]
 
 T = TypeVar("T")
 _UNKNOWN = -1
+_END: Any = object()
 
 
 class Plan(NamedTuple):
@@ -48,6 +49,7 @@ class Stream(Generic[T]):
 
     def __init__(self, iterable: Iterable[T], weight: Callable[[T], float | Tensor] | None) -> None:
         self._iterator = iter(iterable)
+        self._is_users = self._iterator is iterable
         self._weight = weight
         self._queue: deque[_Item[T]] = deque()
         self._ended = False
@@ -60,11 +62,12 @@ class Stream(Generic[T]):
 
     def _pull(self) -> None:
         try:
-            for batch in self._iterator:  # not next(): a StopIteration of the weight function is no end of the data
-                weight = 1.0 if self._weight is None else check_count(self._weight(batch))
-                self._queue.append(_Item(batch, weight, None))
+            batch = next(self._iterator, _END)  # with a default: a StopIteration of the weight function is no end
+            if batch is _END:
+                self._ended = True
                 return
-            self._ended = True
+            weight = 1.0 if self._weight is None else check_count(self._weight(batch))
+            self._queue.append(_Item(batch, weight, None))
         except Exception as error:  # noqa: BLE001 - it is raised when its batch is due, so earlier windows are whole
             self._queue.append(_Item(None, 0.0, error))
             self._ended = True
@@ -88,7 +91,7 @@ class Stream(Generic[T]):
         """Keep no batch and no worker process alive."""
         self._queue.clear()
         self._ended = True
-        if callable(close := getattr(self._iterator, "close", None)):  # a generator's
+        if not self._is_users and callable(close := getattr(self._iterator, "close", None)):  # a generator's
             close()
         self._iterator = iter(())
 

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -470,6 +471,34 @@ def test_no_batch_and_no_worker_process_is_kept_alive() -> None:
     gc.collect()
     assert [ref for ref in alive if ref() is not None] == []
     assert multiprocessing.active_children() == []
+
+
+def test_an_iterator_of_the_users_is_not_closed(tmp_path: Path) -> None:
+    model = plain_net()
+    acc = Accumulator(model, 2)
+    everything = generator(12)
+    sizes = []
+    for _ in range(3):
+        seen = 0
+        for term in acc.batches(everything):
+            run(acc, model, term)
+            seen += 1
+            if seen == 4:
+                model.zero_grad()
+                break
+            if acc.is_boundary:
+                model.zero_grad()
+        sizes.append(seen)
+    assert sizes == [4, 4, 0]  # what was pulled ahead when a loop was left is gone, but no more
+    (tmp_path / "indices").write_text("0\n1\n2\n")
+    with (tmp_path / "indices").open() as file:
+        for _ in range(2):
+            file.seek(0)
+            for line in acc.batches(file):
+                run(acc, model, data(0, int(line)))
+                if acc.is_boundary:
+                    model.zero_grad()
+    assert acc.updates == 8
 
 
 def test_an_unsized_loader_with_workers_is_looked_ahead() -> None:
