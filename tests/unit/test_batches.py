@@ -381,6 +381,19 @@ def test_a_second_loop_in_mid_window_is_refused_and_the_first_goes_on() -> None:
     same(grads(model), mean(terms(4)))
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_only_the_window_that_a_loop_has_carried_goes_on_in_the_next(count: int) -> None:
+    model = plain_net()
+    acc = Accumulator(model, 2)
+    for term in acc.batches(terms(count), last="carry"):
+        run(acc, model, term)
+    assert acc.flush() == (count == 3)
+    model.zero_grad()
+    run(acc, model, terms(1)[0])
+    with pytest.raises(WindowError, match=r"batches\(\) begins while a window is open after micro-batch 1 of 2"):
+        next(iter(acc.batches(terms(2))))
+
+
 def test_a_loop_that_another_one_has_replaced_says_so() -> None:
     model = plain_net()
     acc = Accumulator(model, 1)
