@@ -79,14 +79,13 @@ class Batches(Generic[T]):
         if self._windows.open is not None:
             self._windows.open.extend(plan.steps)
         for index in range(plan.length):
-            ends = index + 1 == plan.length
             batch, weight, padding = self._take()
             if self._extent.needs_look_ahead or self._weight is not None:
                 self._stream.available(min(index + 1, plan.steps))  # a little at a time, not a window at once
-            if ends:
+            if index + 1 == plan.length:
                 self._extent.ask(self._windows.lengths.of(self._windows.updates + 1))
             kept = self._statistics if padding else None
-            handed = self._loops.handed = Handed(plan, weight, ends, self._extent, kept)
+            handed = self._loops.handed = Handed(plan, index, weight, self._extent, kept)
             yield batch
             self._check_used(handed)
             if self._windows.open is None:
@@ -102,7 +101,7 @@ class Batches(Generic[T]):
     def _check_used(self, handed: Handed[T]) -> None:
         if self._loops.running is not self:
             raise WindowError("this batches() loop has ended, because another one has begun; use one at a time")
-        if not handed.is_done:
+        if not (handed.is_done or handed.is_given_up):
             raise WindowError(
                 "the last batch of batches() has not been through a completed step() block, on which other ranks "
                 "count. To leave one out, call backward(loss, weight=0); after an exception run its block again, or "

@@ -167,21 +167,30 @@ class Handed(Generic[T]):
     """The batch that a loop has handed out last, until its block is done."""
 
     def __init__(
-        self, plan: Plan, weight: float | Tensor, ends_plan: bool, extent: Extent[T], kept: Sequence[Tensor] | None
+        self, plan: Plan, index: int, weight: float | Tensor, extent: Extent[T], kept: Sequence[Tensor] | None
     ) -> None:
         self.plan = plan
         self.weight = weight
         """What ``weight=fn`` counted in it."""
         self.is_padding = kept is not None
         self.is_done = False
-        self._ends_plan = ends_plan
+        self.is_given_up = False
+        """Whether the loop may go on although no block has been completed, since ``reset()`` has dropped the window."""
+        self._index = index
         self._extent = extent
         self._kept = [(buffer, buffer.clone()) for buffer in kept or ()]
+
+    def rest(self) -> Plan:
+        """What is known about a window that opens with this batch; not all if ``flush()`` has closed the planned one."""
+        if not self._index:
+            return self.plan
+        length, steps = self.plan.length - self._index, self.plan.steps - self._index
+        return self.plan._replace(length=length, steps=steps, is_whole=False)
 
     @property
     def is_last(self) -> bool:
         """Whether no rank is given another batch."""
-        return self._ends_plan and self._extent.is_empty()
+        return self._index + 1 == self.plan.length and self._extent.is_empty()
 
     def check_weight(self, weight: float | Tensor | None) -> None:
         """Raise if a loss's weight is another number than ``weight=fn`` counted, for its window is scaled already."""

@@ -27,7 +27,7 @@ class Loops:
     @property
     def plan(self) -> Plan | None:
         """What is known about the window that opens now."""
-        return None if self.handed is None else self.handed.plan
+        return None if self.handed is None else self.handed.rest()
 
     def begin(self, loop: object, window: Tally | None) -> None:
         """A loop begins; another one that has not ended cannot go on."""
@@ -70,10 +70,12 @@ class Loops:
             self.handed.check_weight(weight)
 
     def leave(self, done: bool) -> None:
-        """The block has been left; ``done`` if its micro-batch was counted or given up."""
+        """The block has been left; ``done`` if its micro-batch was counted."""
         if self.handed is not None:
             self.handed.leave(done)
 
-    def settle(self) -> None:
-        """The open window was closed or dropped by hand."""
+    def settle(self, dropped: bool = False) -> None:
+        """The open window was closed or dropped by hand; if dropped, its last batch needs no block any more."""
         self._left = None
+        if dropped and self.handed is not None:
+            self.handed.is_given_up = True

@@ -167,8 +167,7 @@ class Windows:
     def reset(self) -> None:
         """Drop the open window, its gradients and its hidden sums."""
         self.refuse_inside("reset")
-        self.loops.settle()
-        self.loops.leave(done=True)
+        self.loops.settle(dropped=True)
         if self.open is None:
             return
         for control in self._controls:

@@ -210,6 +210,71 @@ def test_flush_inside_the_loop_closes_the_window_and_the_loop_goes_on() -> None:
     assert sizes == [1, 4, 2]
 
 
+@pytest.mark.parametrize("before", range(8))
+@pytest.mark.parametrize("source", [terms, generator])
+@pytest.mark.parametrize("mode", ["none", "late", "ahead"])
+def test_flush_between_a_batch_and_its_block_begins_a_window_that_ends_with_the_data(
+    source: Any, before: int, mode: str
+) -> None:
+    model = plain_net()
+    acc = Accumulator(model, 4)
+    held: list[Term] = []
+    counted = 0
+
+    def check() -> None:
+        same(grads(model), mean(held) if mode == "none" else gradient(plain_net(), held))
+        model.zero_grad()
+
+    for index, term in enumerate(acc.batches(source(7), weight=(lambda t: t.weight) if mode == "ahead" else None)):
+        if index == before and acc.flush():
+            check()
+            counted, held = counted + len(held), []
+        held.append(term)
+        run(acc, model, term, None if mode == "none" else term.weight)
+        if acc.is_boundary:
+            check()
+            counted, held = counted + len(held), []
+    assert (counted, acc.position) == (7, 0)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+def test_reset_between_a_batch_and_its_block_begins_the_window_with_it(first: int) -> None:
+    model = plain_net()
+    acc = Accumulator(model, 3)
+    held: list[Term] = []
+    sizes = []
+    for index, term in enumerate(acc.batches(terms(5))):
+        if index == first:
+            acc.reset()
+            held = []
+        held.append(term)
+        run(acc, model, term)
+        if acc.is_boundary:
+            same(grads(model), mean(held))
+            sizes.append(len(held))
+            held = []
+            model.zero_grad()
+    assert sizes == {0: [3, 2], 1: [2, 2], 2: [1, 2], 3: [3, 2]}[first]
+
+
+def test_the_block_of_a_batch_can_be_run_again_after_reset() -> None:
+    model = plain_net()
+    acc = Accumulator(model, 3)
+    sizes: list[int] = []
+    for index, term in enumerate(acc.batches(terms(5))):
+        if index == 1:
+            with pytest.raises(MemoryError), acc.step():
+                acc.backward(loss_of(model, term))
+                raise MemoryError
+            acc.reset()
+        run(acc, model, term)
+        if acc.is_boundary:
+            same(grads(model), mean(terms(5)[1:3] if not sizes else terms(5)[3:]))
+            sizes.append(index)
+            model.zero_grad()
+    assert sizes == [2, 4]
+
+
 # -- weights ahead ----------------------------------------------------------------------------------------------------
 
 
