@@ -175,13 +175,12 @@ class Handed(Generic[T]):
         self.is_padding = kept is not None
         self.is_done = False
         self.is_given_up = False
-        """Whether the loop may go on although no block has been completed, since ``reset()`` has dropped the window."""
         self._index = index
         self._extent = extent
         self._kept = [(buffer, buffer.clone()) for buffer in kept or ()]
 
     def rest(self) -> Plan:
-        """What is known about a window that opens with this batch; not all if ``flush()`` has closed the planned one."""
+        """What is known about a window that opens with this batch, perhaps in mid-plan after ``flush()``."""
         if not self._index:
             return self.plan
         length, steps = self.plan.length - self._index, self.plan.steps - self._index
@@ -207,3 +206,8 @@ class Handed(Generic[T]):
         self.is_done = done
         for buffer, before in self._kept:
             buffer.copy_(before)
+
+    def give_up(self) -> None:
+        """Its window was dropped, so the loop may go on without its block."""
+        self.is_given_up = True
+        self.leave(self.is_done)

@@ -78,4 +78,4 @@ class Loops:
         """The open window was closed or dropped by hand; if dropped, its last batch needs no block any more."""
         self._left = None
         if dropped and self.handed is not None:
-            self.handed.is_given_up = True
+            self.handed.give_up()
