@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, TypeVar
+import copy
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -35,7 +36,8 @@ class Batches(Generic[T]):
         self._weight = weight
         layers = [m for model in models for m in model.modules() if isinstance(m, _NormBase)]
         self._statistics = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
-        self._latest: T | None = None
+        self._spare: T | None = None
+        """This rank's last batch, kept from what the body does to it."""
 
     def run(self) -> Iterator[T]:
         """The batches, padding included."""
@@ -93,10 +95,11 @@ class Batches(Generic[T]):
 
     def _take(self) -> tuple[T, float | Tensor, bool]:
         if self._extent.runs_out():
-            assert self._latest is not None  # every rank has one batch at least
-            return self._latest, 0.0, True
-        self._latest, weight = self._stream.take()
-        return self._latest, weight, False
+            return cast("T", _copied(self._spare)), 0.0, True
+        batch, weight = self._stream.take()
+        if self._extent.will_be_padded():
+            self._spare = _copied(batch)
+        return batch, weight, False
 
     def _check_used(self, handed: Handed[T]) -> None:
         if self._loops.running is not self:
@@ -115,3 +118,15 @@ def _length(iterable: object) -> int | None:
         return len(iterable)  # type: ignore[arg-type]  # that is what is being asked
     except TypeError:  # a generator, or a DataLoader of an IterableDataset
         return None
+
+
+def _copied(batch: T) -> T:
+    """The same tensors in containers of its own: a body that pops from its batch must find the next one whole."""
+    copied: Any = batch
+    if type(copied) in (list, tuple):
+        copied = type(copied)(map(_copied, copied))
+    elif type(copied) is dict:
+        copied = {key: _copied(value) for key, value in copied.items()}
+    elif isinstance(copied, MutableMapping):
+        copied = copy.copy(copied)
+    return cast("T", copied)

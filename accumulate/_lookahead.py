@@ -126,6 +126,12 @@ class Extent(Generic[T]):
         self.handed += 1
         return not has_one
 
+    def will_be_padded(self) -> bool:
+        """Whether this rank has had its last batch, and others perhaps not."""
+        if self._lengths is not None:
+            return self._lengths[self._ranks.index] == self.handed < max(self._lengths)
+        return self._ranks.size > 1 and not self._stream.available(1)
+
     def check_end(self) -> None:
         """Raise if the iterable has more than its length."""
         if self._lengths is not None and self._stream.available(1):

@@ -228,6 +228,13 @@ MUTANTS = (
         "distributed/test_review.py::test_a_loss_of_two_models_whose_slope_is_not_finite_is_dropped_from_both",
     ),
     Mutant(
+        "padding is the object that the body had",
+        "_batches.py",
+        "self._spare = _copied(batch)",
+        "self._spare = batch",
+        "distributed/test_batches.py::test_a_body_that_takes_its_batch_apart_finds_the_padding_whole[sized-as_dict]",
+    ),
+    Mutant(
         "a control is not told of the end",
         "_windows.py",
         "control.end()\n        if self._drop.is_used",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -227,6 +228,44 @@ def test_a_backward_without_the_library_contributes_nothing_in_a_padding_batch(n
     for found, terms in zip(counts, every, strict=True):
         oracle = gradient(row.seed(), terms)
         same(found, {key: value * len(terms) / 4 for key, value in oracle.items()})
+
+
+def as_list(term: Term) -> Any:
+    return [term.x, term.y]
+
+
+def as_dict(term: Term) -> Any:
+    return {"y": term.y, "x": term.x}
+
+
+def as_other_mapping(term: Term) -> Any:
+    return UserDict(as_dict(term))
+
+
+def as_nested_list(term: Term) -> Any:
+    return ([as_dict(term)], 3)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", [as_list, as_dict, as_other_mapping, as_nested_list])
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+def test_a_body_that_takes_its_batch_apart_finds_the_padding_whole(form: Any, sized: bool) -> None:
+    model = ddp(plain_net())
+    acc = Accumulator(model, 2)
+    counts = (1, 4)
+    mine = batches_of(rank(), counts[rank()])
+    windows = windows_of(counts, 2)
+    forms = [form(term) for term in mine]
+    for batch in acc.batches(forms if sized else unsized(forms)):
+        inner = batch[0].pop() if isinstance(batch, tuple) else batch
+        y = inner.pop() if isinstance(inner, list) else inner.pop("y")
+        x = inner.pop() if isinstance(inner, list) else inner.pop("x")
+        with acc.step():
+            acc.backward(mean_square(model(x), y), weight=len(x))
+        if acc.is_boundary:
+            matches(model, plain_net(), [Term(t.x, t.y, float(len(t.x))) for t in windows.pop(0)])
+            model.zero_grad()
+    assert windows == []
 
 
 @on_ranks(2)
