@@ -131,7 +131,7 @@ class Windows:
         scaled = tally.pad(loss, weight) if tally.padding else tally.term(loss, weight, reduction)
         if self.is_boundary and (self._explicit or not tally.is_exact):
             self._correction.start(tally)
-        if tally.padding or not is_zero(weight):
+        if not is_zero(weight):
             return scaled
         return self._drop.replace(scaled, self.is_boundary)
 

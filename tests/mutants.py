@@ -235,6 +235,13 @@ MUTANTS = (
         "distributed/test_batches.py::test_a_body_that_takes_its_batch_apart_finds_the_padding_whole[sized-as_dict]",
     ),
     Mutant(
+        "a dropped batch that pads runs its backward",
+        "_windows.py",
+        "if not is_zero(weight):\n            return scaled",
+        "if tally.padding or not is_zero(weight):\n            return scaled",
+        "distributed/test_batches.py::test_padding_by_a_batch_that_was_dropped_contributes_nothing",
+    ),
+    Mutant(
         "a control is not told of the end",
         "_windows.py",
         "control.end()\n        if self._drop.is_used",

@@ -230,6 +230,30 @@ def test_a_backward_without_the_library_contributes_nothing_in_a_padding_batch(n
         same(found, {key: value * len(terms) / 4 for key, value in oracle.items()})
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["ddp", "ddp-find-unused", "ddp-small-buckets"])
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+def test_padding_by_a_batch_that_was_dropped_contributes_nothing(name: str, sized: bool) -> None:
+    """It is infinite, so even a backward with zeros would put NaN into the gradient."""
+    row = BY_NAME[name]
+    model = row.build()
+    acc = Accumulator(model, 2)
+    every = [batches_of(0, 2), batches_of(1, 5)]
+    every[0][1] = Term(every[0][1].x * float("inf"), every[0][1].y, 0.0)
+    mine = every[rank()]
+    windows = [every[0][:1] + every[1][:2], every[1][2:4], every[1][4:]]
+    for term in acc.batches(mine if sized else unsized(mine)):
+        loss = mean_square(row.forward(model, term.x), term.y)
+        with acc.step():
+            acc.backward(loss, weight=term.weight if torch.isfinite(loss) else 0)
+        if acc.is_boundary:
+            found = row.gradients(model)
+            same(found, gradient(row.seed(), windows.pop(0)))
+            equal_on_ranks(found)
+            model.zero_grad()
+    assert windows == []
+
+
 def as_list(term: Term) -> Any:
     return [term.x, term.y]
 
