@@ -59,8 +59,8 @@ class Batches(Generic[T]):
 
     def _plan(self) -> Plan | None:
         """The next window, or as much of it as there is data for; None at the end."""
-        wanted = self._windows.wanted()
-        counts = self._extent.counts(wanted)
+        needed = self._windows.wanted()
+        counts = self._extent.counts(needed)
         length = max(counts)
         if not length:
             self._extent.check_end()
@@ -70,6 +70,7 @@ class Batches(Generic[T]):
                 f"the ranks have {', '.join(map(str, counts))} batches for their first window: rank {counts.index(0)} "
                 "has none, so nothing to pad with while others go on. Give every rank at least one batch."
             )
+        wanted = needed.number()
         fits = self._windows.open is None and not (self._carry and length < wanted)
         weights = None
         if self._weight is not None:
@@ -85,7 +86,7 @@ class Batches(Generic[T]):
             if self._extent.needs_look_ahead or self._weight is not None:
                 self._stream.available(min(index + 1, plan.steps))  # a little at a time, not a window at once
             if index + 1 == plan.length:
-                self._extent.ask(self._windows.lengths.of(self._windows.updates + 1))
+                self._extent.ask(self._windows.lengths.wanted(self._windows.updates + 1))
             kept = self._statistics if padding else None
             handed = self._loops.handed = Handed(plan, index, weight, self._extent, kept)
             yield batch

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ._arguments import check_count
 from ._errors import AccumulateError, WindowError
+from ._lengths import Wanted
 from ._ranks import Ranks, Sum
 
 __all__ = ["Extent", "Handed", "Plan", "Stream"]
@@ -102,7 +103,7 @@ class Extent(Generic[T]):
     def __init__(self, stream: Stream[T], ranks: Ranks, length: int | None, weighted: bool, carry: bool) -> None:
         self._stream = stream
         self._ranks = ranks
-        self._asked: tuple[int, Sum] | None = None
+        self._asked: tuple[Wanted, Sum] | None = None
         self.handed = 0
         self._lengths: list[int] | None = [_UNKNOWN if length is None else length]
         if ranks.size > 1:
@@ -137,17 +138,21 @@ class Extent(Generic[T]):
         if self._lengths is not None and self._stream.available(1):
             raise _wrong_length(self._lengths[self._ranks.index], self.handed, True)
 
-    def ask(self, wanted: int) -> None:
-        """Begin to ask the other ranks how many of the next ``wanted`` they have."""
+    def ask(self, wanted: Wanted) -> None:
+        """Begin to ask the other ranks how many of the next window's batches they have."""
         if self._lengths is None and self._ranks.size > 1:
-            self._asked = (wanted, self._ranks.start_counts(self._stream.available(wanted)))
+            self._asked = (wanted, self._ranks.start_counts(self._available(wanted)))
 
-    def counts(self, wanted: int) -> Sequence[int]:
-        """How many of the next ``wanted`` each rank has."""
+    def _available(self, wanted: Wanted) -> int:
+        return self._stream.available(wanted.number()) if self._stream.available(1) else 0
+
+    def counts(self, wanted: Wanted) -> Sequence[int]:
+        """How many of the batches of a window each rank has."""
         if self._lengths is not None:
-            return [min(wanted, max(0, length - self.handed)) for length in self._lengths]
+            left = [max(0, length - self.handed) for length in self._lengths]
+            return [min(wanted.number(), each) for each in left] if any(left) else left
         if self._ranks.size == 1:
-            return [self._stream.available(wanted)]
+            return [self._available(wanted)]
         if self._asked is None or self._asked[0] != wanted:
             self.ask(wanted)
         assert self._asked is not None  # just asked
@@ -156,9 +161,11 @@ class Extent(Generic[T]):
 
     def is_empty(self) -> bool:
         """Whether no rank has another batch; waits for an answer that is on its way."""
+        if self._lengths is not None:
+            return self.handed >= max(self._lengths)
         if self._asked is not None:
             return not any(self._asked[1].result().tolist())
-        return not any(self.counts(1))
+        return not self._stream.available(1)
 
 
 def _wrong_length(length: int, handed: int, has_more: bool) -> AccumulateError:

@@ -22,7 +22,7 @@ from ._guards import (
     refuse_nested,
     unfinished,
 )
-from ._lengths import Lengths
+from ._lengths import Lengths, Wanted
 from ._loops import Loops
 from ._ranks import Ranks
 from ._sync import Found, begin
@@ -231,9 +231,10 @@ class Windows:
             gradients.remember()
         return Tally(steps, self._correction.mean_weight, plan, self.ranks.size)
 
-    def wanted(self) -> int:
+    def wanted(self) -> Wanted:
         """The micro-batches that the open window still needs, or that the next one has."""
-        return self.lengths.of(self.updates) if self.open is None else max(1, self.open.steps - self.open.position)
+        rest = None if self.open is None else max(1, self.open.steps - self.open.position)
+        return self.lengths.wanted(self.updates, rest)
 
     def _opened(self) -> Tally:
         assert self.open is not None  # a block is open, and blocks are entered with a tally

@@ -128,6 +128,47 @@ def test_case_33_under_hsdp(counts: tuple[int, ...], sized: bool) -> None:
             same(gradients, expected(row.seed(), terms, mode))
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("counts", [(7, 5), (5, 7), (7, 7)], ids=str)
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+def test_a_callable_length_is_not_asked_on_any_rank_for_a_window_that_never_opens(
+    counts: tuple[int, int], sized: bool
+) -> None:
+    model = ddp(plain_net())
+    acc = Accumulator(model, [2, 4, 1].__getitem__)
+    every = [batches_of(r, count) for r, count in enumerate(counts)]
+    mine = every[rank()]
+    starts = [0, 2, 6, 7]
+    for term in acc.batches(mine if sized else unsized(mine)):
+        with acc.step():
+            acc.backward(loss_of(model, term), weight=term.weight)
+        if acc.is_boundary:
+            window = slice(starts[acc.updates - 1], starts[acc.updates])
+            matches(model, plain_net(), [term for terms in every for term in terms[window]])
+            model.zero_grad()
+    assert acc.updates == 3
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+def test_another_length_set_at_a_boundary_holds_for_the_next_window_on_every_rank(sized: bool) -> None:
+    model = ddp(plain_net())
+    acc = Accumulator(model, 2)
+    every = [batches_of(r, count) for r, count in enumerate((5, 8))]
+    mine = every[rank()]
+    starts = [0, 2, 5, 6, 8]
+    lengths: list[Any] = [3, lambda update: 1, 4]
+    for term in acc.batches(mine if sized else unsized(mine)):
+        with acc.step():
+            acc.backward(loss_of(model, term))
+        if acc.is_boundary:
+            window = slice(starts[acc.updates - 1], starts[acc.updates])
+            matches(model, plain_net(), [Term(t.x, t.y) for terms in every for t in terms[window]])
+            model.zero_grad()
+            acc.steps = lengths[min(acc.updates, 3) - 1]
+    assert acc.updates == 4
+
+
 # -- what is sent -----------------------------------------------------------------------------------------------------
 
 

@@ -162,6 +162,18 @@ def test_a_callable_length_is_asked_once_for_each_update() -> None:
 
 
 @pytest.mark.parametrize("source", [terms, generator])
+@pytest.mark.parametrize("last", ["close", "carry"])
+def test_a_callable_length_is_not_asked_for_a_window_that_never_opens(source: Any, last: Any) -> None:
+    model = plain_net()
+    acc = Accumulator(model, [2, 4, 1].__getitem__)
+    for term in acc.batches(source(7), last=last):
+        run(acc, model, term)
+        if acc.is_boundary:
+            model.zero_grad()
+    assert (acc.updates, acc.position) == (3, 0)
+
+
+@pytest.mark.parametrize("source", [terms, generator])
 def test_a_window_closed_early_by_the_caller_ends_there(source: Any) -> None:
     model = plain_net()
     acc = Accumulator(model, 4)
