@@ -360,6 +360,52 @@ def test_padding_spares_what_no_wrapper_holds() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("way", ["backward", "backward without the library"])
+def test_padding_leaves_gradients_in_the_tensors_where_the_user_has_put_them(way: str) -> None:
+    """A plain model whose gradients are views of one buffer, which its user reduces himself."""
+    model = plain_net()
+    parameters = list(model.parameters())
+    buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+    for parameter, piece in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = piece.view_as(parameter)
+    acc = Accumulator(model, 2, group=dist.group.WORLD)
+    windows = windows_of((1, 4), 2)
+    for term in acc.batches(batches_of(rank(), (1, 4)[rank()])):
+        with acc.step():
+            if way == "backward":
+                acc.backward(loss_of(model, term))
+            else:
+                run_backward(loss_of(model, term))
+        if acc.is_boundary:
+            dist.all_reduce(buffer)
+            terms = windows.pop(0)
+            oracle = gradient(plain_net(), [Term(t.x, t.y) for t in terms])
+            factor = 0.5 if way == "backward" else 1 / len(terms)
+            same({name: grad * factor for name, grad in grads_of(model).items()}, oracle)
+            buffer.zero_()
+    assert windows == []
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@on_ranks(2)
+def test_a_padding_block_that_fails_before_backward_can_be_run_again() -> None:
+    body, head = ddp(plain_net(1)), plain_net(2)
+    acc = Accumulator([body, head], 4)
+    for index, term in enumerate(acc.batches(batches_of(rank(), (1, 4)[rank()]))):
+        if index == 2:
+            with pytest.raises(MemoryError), acc.step():
+                raise MemoryError
+        with acc.step():
+            acc.backward(mean_square(head(body(term.x)), term.y))
+    assert acc.is_boundary
+    oracle = gradient(nn.Sequential(plain_net(1), plain_net(2)), [Term(t.x, t.y) for t in windows_of((1, 4), 4)[0]])
+    same(grads_of(body), {f"module.{n[2:]}": g for n, g in oracle.items() if n.startswith("0.")})
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
 def test_the_last_batch_is_the_last_on_every_rank(sized: bool) -> None:
     model = ddp(plain_net())
