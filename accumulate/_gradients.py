@@ -16,7 +16,7 @@ from ._sync import Found
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Gradients", "total_norm"]
+__all__ = ["Gradients", "Kept", "total_norm"]
 
 
 @dataclass
@@ -44,6 +44,23 @@ class _Part:
         op = torch.distributed.ReduceOp.MAX if infinite else torch.distributed.ReduceOp.SUM
         torch.distributed.all_reduce(power, op, group=self.shard_group)
         return power if infinite else torch.pow(power, 1.0 / norm_type)
+
+
+class Kept:
+    """A parameter's gradient as it is now; ``restore`` puts it back into the tensor where the user may look for it."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._param = param
+        self._grad = param.grad
+        self._copy = None if param.grad is None else param.grad.clone()
+        self._version = -1 if param.grad is None else param.grad._version
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Undo what has been added since."""
+        self._param.grad = self._grad
+        if self._grad is not None and self._copy is not None and self._grad._version != self._version:
+            self._grad.copy_(self._copy)
 
 
 class Gradients:
@@ -99,9 +116,9 @@ class Gradients:
             versions += [-1 if grad is None else grad._version for grad in sums()]
         return versions
 
-    def unsteered(self) -> list[tuple[nn.Parameter, Tensor | None]]:
-        """Copies of the gradients outside every wrapper, which a backward that must contribute nothing may spoil."""
-        return [(p, None if p.grad is None else p.grad.clone()) for p in self._unsteered]
+    def unsteered(self) -> list[Kept]:
+        """The gradients outside every wrapper, which a backward that must contribute nothing may spoil."""
+        return [Kept(param) for param in self._unsteered]
 
     @torch.no_grad()
     def multiply(self, factor: Tensor) -> None:

@@ -14,7 +14,7 @@ from ._correction import Correction
 from ._drop import Drop
 from ._errors import AccumulateError, WindowError
 from ._gradients import Gradients
-from ._lengths import Lengths
+from ._lengths import Lengths, Wanted
 from ._loops import Loops
 from ._ranks import Ranks
 from ._surroundings import Surroundings
@@ -131,7 +131,7 @@ class Windows:
         scaled = tally.pad(loss, weight) if tally.padding else tally.term(loss, weight, reduction)
         if self.is_boundary and (self._explicit or not tally.is_exact):
             self._correction.start(tally)
-        if tally.padding or not is_zero(weight):
+        if not is_zero(weight):
             return scaled
         return self._drop.replace(scaled, self.is_boundary)
 
@@ -167,8 +167,7 @@ class Windows:
     def reset(self) -> None:
         """Drop the open window, its gradients and its hidden sums."""
         self.refuse_inside("reset")
-        self.loops.settle()
-        self.loops.leave(done=True)
+        self.loops.settle(dropped=True)
         if self.open is None:
             return
         for control in self._controls:
@@ -232,9 +231,10 @@ class Windows:
             gradients.remember()
         return Tally(steps, self._correction.mean_weight, plan, self.ranks.size)
 
-    def wanted(self) -> int:
+    def wanted(self) -> Wanted:
         """The micro-batches that the open window still needs, or that the next one has."""
-        return self.lengths.of(self.updates) if self.open is None else max(1, self.open.steps - self.open.position)
+        rest = None if self.open is None else max(1, self.open.steps - self.open.position)
+        return self.lengths.wanted(self.updates, rest)
 
     def _opened(self) -> Tally:
         assert self.open is not None  # a block is open, and blocks are entered with a tally

@@ -293,6 +293,34 @@ MUTANTS = (
         "test_a_graph_from_off_the_boundary_reduces_when_its_backward_comes_after_the_window",
     ),
     Mutant(
+        "a backward of an earlier forward is taken for this one's",
+        "wrappers/ddp.py",
+        "self.backwards == 1 and not self.disturbed and",
+        "self.backwards == 1 and",
+        DDP + "test_case_13_each_block_runs_the_backward_of_the_forward_before",
+    ),
+    Mutant(
+        "a drop is expected only by the wrapper that must run it",
+        "_drop.py",
+        "control.must_run_backward = True",
+        "pass",
+        "distributed/test_review.py::test_a_loss_of_two_models_whose_slope_is_not_finite_is_dropped_from_both",
+    ),
+    Mutant(
+        "padding is the object that the body had",
+        "_batches.py",
+        "self._spare = _copied(batch)",
+        "self._spare = batch",
+        "distributed/test_batches.py::test_a_body_that_takes_its_batch_apart_finds_the_padding_whole[sized-as_dict]",
+    ),
+    Mutant(
+        "a dropped batch that pads runs its backward",
+        "_windows.py",
+        "if not is_zero(weight):\n            return scaled",
+        "if tally.padding or not is_zero(weight):\n            return scaled",
+        "distributed/test_batches.py::test_padding_by_a_batch_that_was_dropped_contributes_nothing",
+    ),
+    Mutant(
         "a control is not told of the end",
         "_windows.py",
         "control.end()\n        if self._drop.is_used",
@@ -380,9 +408,9 @@ MUTANTS = (
     ),
     Mutant(
         "an unreduced bucket passes",
-        "wrappers/ddp.py",
-        "        try:\n            self.ddp.reducer._check_reducer_finalized()\n        except RuntimeError as error:",
-        "        try:\n            pass\n        except RuntimeError as error:",
+        "wrappers/_ddp_reducer.py",
+        "    try:\n        ddp.reducer._check_reducer_finalized()\n    except RuntimeError as error:",
+        "    try:\n        pass\n    except RuntimeError as error:",
         DDP + "test_case_42_the_same_without_the_flag_is_an_error_before_the_update",
     ),
     Mutant(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from .._errors import UnsupportedWrapperError
+from .._errors import AccumulateError, UnsupportedWrapperError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ._outputs import Grads
 
-__all__ = ["Arm", "reduce_all", "refuse_options", "refused"]
+__all__ = ["Arm", "check_reduced", "reduce_all", "refuse_options", "refused"]
 
 
 class Arm:
@@ -83,6 +83,19 @@ def _reduced_parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
 def _logged(ddp: DistributedDataParallel, key: str) -> str:
     data: dict[str, object] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch's, untyped
     return str(data.get(key, ""))
+
+
+def check_reduced(ddp: DistributedDataParallel) -> None:
+    """Raise if the backward that was armed has left a bucket unreduced, which torch says one update too late."""
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        raise AccumulateError(
+            "a DistributedDataParallel parameter got no gradient in the boundary micro-batch, or one from outside "
+            "the module's forward: its bucket is not reduced and the ranks' gradients differ. Use every parameter "
+            "inside forward in each boundary micro-batch, or find_unused_parameters=True; then reset() and repeat "
+            "the window."
+        ) from error
 
 
 def refuse_options(ddp: DistributedDataParallel) -> None:

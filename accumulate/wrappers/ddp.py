@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from .._errors import AccumulateError
 from .._sync import SyncControl
-from ._ddp_reducer import Arm, reduce_all, refuse_options, refused
+from ._ddp_reducer import Arm, check_reduced, reduce_all, refuse_options, refused
 from ._outputs import Grads, ModuleHook, tensors_in, zeros_like
 
 if TYPE_CHECKING:
@@ -189,7 +189,10 @@ class DDPControl(SyncControl):
     def _hang_late(self) -> None:
         """Hooks on the outputs of this block's forwards whose backward may still come, to decide then."""
         # The usual block has run its only forward's only backward, and a hook would cost more than all the rest here.
-        is_done = len(self._late) == self.backwards == 1 and self._probe_version() != self._version
+        # Had a backward come from an earlier forward, that one's hook would have noted it.
+        is_done = (
+            len(self._late) == self.backwards == 1 and not self.disturbed and self._probe_version() != self._version
+        )
         for node in () if is_done else self._late:
             node.register_prehook(self._reached)
         self._late.clear()
@@ -209,15 +212,7 @@ class DDPControl(SyncControl):
         if not self._armed:
             return all(p.grad is None for p in self.ddp.parameters())
         self._attributes["require_forward_param_sync"] = True  # a checkpoint's second forward has cleared it
-        try:
-            self.ddp.reducer._check_reducer_finalized()
-        except RuntimeError as error:
-            raise AccumulateError(
-                "a DistributedDataParallel parameter got no gradient in the boundary micro-batch, or one from outside "
-                "the module's forward: its bucket is not reduced and the ranks' gradients differ. Use every parameter "
-                "inside forward in each boundary micro-batch, or find_unused_parameters=True; then reset() and repeat "
-                "the window."
-            ) from error
+        check_reduced(self.ddp)
         if self._noted is not None and self._noted[0] == self._armed and self._noted[1] != self._versions():
             raise AccumulateError(
                 "the last loss of the boundary micro-batch reached parameters of DistributedDataParallel not through "
