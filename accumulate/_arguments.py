@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from ._errors import AccumulateError
 from ._scaling import precise
@@ -15,6 +16,7 @@ __all__ = [
     "as_models",
     "check_loss",
     "check_policy",
+    "check_scaler",
     "check_steps",
     "check_weight",
     "is_zero",
@@ -63,6 +65,13 @@ def check_policy(policy: str) -> str:
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; choose from {', '.join(map(repr, POLICIES))}")
     return policy
+
+
+def check_scaler(scaler: GradScaler | None) -> GradScaler | None:
+    """The scaler if it scales; a disabled one is none."""
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler (or a ShardedGradScaler) or None, got {scaler!r}")
+    return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def check_boundary(boundary: bool | None) -> bool | None:

@@ -25,6 +25,8 @@ class Tally:
         self.weighted: bool | None = None
         """Whether its losses carry weights; None while none came through ``backward`` or ``scale``."""
         self.scale: float | Tensor = 1.0 / steps
+        self.loss_scale: Tensor | None = None
+        """The GradScaler's factor in this window's gradients; the losses here do not hold it."""
         self.terms = 0
         """The losses of the micro-batch that is under way."""
         self._mean_weight = mean_weight

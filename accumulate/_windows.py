@@ -29,6 +29,7 @@ class Windows:
         found: Sequence[Found],
         gradients: Sequence[Gradients],
         ranks: Ranks,
+        mean_weight: float | None = None,
     ) -> None:
         self.steps = steps
         self.ranks = ranks
@@ -46,7 +47,7 @@ class Windows:
         self._explicit = False
         self._started = False
         self._drop = Drop(self._controls, gradients)
-        self._correction = Correction(ranks, gradients)
+        self._correction = Correction(ranks, gradients, mean_weight)
         if not callable(steps):
             self._refuse_optimizer_in_backward(steps)
 
