@@ -81,6 +81,13 @@ def train(gen: nn.Module, disc: nn.Module) -> None:
             print(f"  {gen_acc.updates} and {disc_acc.updates} updates: {losses}")
 
 
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """One ordinary step of one model."""
+    optimizer.zero_grad()
+    loss.backward(inputs=[*model.parameters()])  # type: ignore[no-untyped-call]  # torch has no types for it
+    optimizer.step()
+
+
 def train_whole(gen: nn.Module, disc: nn.Module) -> None:
     """By hand, with each window as one batch."""
     gen_optimizer, disc_optimizer = optimizers(gen, disc)
@@ -90,19 +97,15 @@ def train_whole(gen: nn.Module, disc: nn.Module) -> None:
         for half in range(0, disc_steps, gen_steps):
             fake = gen(torch.cat([noise for _, noise in window[half : half + gen_steps]]))
             fakes.append(fake.detach())
-            for p, grad in zip(gen.parameters(), torch.autograd.grad(gen_loss(disc, fake), [*gen.parameters()])):
-                p.grad = grad
-            gen_optimizer.step()
-        disc_optimizer.zero_grad()
-        disc_loss(disc, torch.cat([real for real, _ in window]), torch.cat(fakes)).backward()
-        disc_optimizer.step()
+            update(gen, gen_optimizer, gen_loss(disc, fake))
+        update(disc, disc_optimizer, disc_loss(disc, torch.cat([real for real, _ in window]), torch.cat(fakes)))
 
 
 print(f"micro-batches of {size}, {gen_steps} to an update of the generator, {disc_steps} of the discriminator")
 ours, whole = build(), build()
 train(*ours)
 train_whole(*whole)
-for name, start, mine, reference in zip(("generator", "discriminator"), build(), ours, whole):
+for name, start, mine, reference in zip(("generator", "discriminator"), build(), ours, whole, strict=True):
     a, b, c = (vector(model.parameters()).detach() for model in (start, mine, reference))
     error = float((b - c).norm() / (c - a).norm())
     print(f"difference from big batches, relative to how far the {name}'s weights moved: {error:.1e}")
