@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from ._errors import AccumulateError
 from ._scaling import precise
@@ -17,6 +18,7 @@ __all__ = [
     "check_count",
     "check_loss",
     "check_policy",
+    "check_scaler",
     "check_steps",
     "check_verify",
     "check_weight",
@@ -94,6 +96,13 @@ def check_batches(iterable: object, weight: object, last: str) -> None:
             "weight=fn counts a window ahead, and with last='carry' the rest of a window is not known yet. Use "
             "last='close', or pass weights to backward() instead."
         )
+
+
+def check_scaler(scaler: GradScaler | None) -> GradScaler | None:
+    """The scaler if it scales; a disabled one is none."""
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler (or a ShardedGradScaler) or None, got {scaler!r}")
+    return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def check_boundary(boundary: bool | None) -> bool | None:

@@ -35,6 +35,8 @@ class Tally:
         """Whether losses without a weight stand beside those with one, which ``weight=fn`` allows."""
         self.count_scale = ranks / plan.real if plan is not None and plan.opens_window else 1.0 / steps
         self.scale: float | Tensor = self.count_scale
+        self.loss_scale: Tensor | None = None
+        """The GradScaler's factor in this window's gradients; the losses here do not hold it."""
         self.terms = 0
         """The losses of the micro-batch that is under way."""
         self._ranks = ranks

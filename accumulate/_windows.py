@@ -36,6 +36,7 @@ class Windows:
         ranks: Ranks,
         models: Mapping[str, nn.Module],
         verifier: Verifier | None,
+        mean_weight: float | None = None,
     ) -> None:
         self.lengths = Lengths(steps)
         self.ranks = ranks
@@ -54,9 +55,9 @@ class Windows:
         self._explicit = False
         self._started = False
         self._drop = Drop(self._controls, gradients)
-        self._correction = Correction(ranks, gradients)
         self._verifier = verifier
         self._surroundings = Surroundings(self, models, found)
+        self._correction = Correction(ranks, gradients, mean_weight)
         if not callable(steps):
             guards.refuse_hooks(gradients, steps)
 

@@ -38,6 +38,7 @@ class Mutant(NamedTuple):
 
 
 CASES, DDP, FSDP = "unit/test_cases.py::", "distributed/test_cases_ddp.py::", "distributed/test_cases_fsdp.py::"
+SCALER, SCALED_RANKS = "unit/test_scaler.py::", "distributed/test_scaler.py::"
 BAD, CONFORMS = "unit/test_bad_input.py::", "distributed/test_conformance.py::test_conforms"
 BATCHES, AHEAD = "distributed/test_batches.py::", "unit/test_batches.py::"
 MISTAKE = BAD + "test_a_mistake_is_named_with_its_value_and_leaves_the_model_unharmed"
@@ -195,7 +196,7 @@ MUTANTS = (
     Mutant(
         "the question is asked late",
         "_batches.py",
-        "if ends:",
+        "if index + 1 == plan.length:",
         "if False:",
         BATCHES + "test_all_ranks_send_the_same_and_only_what_is_needed",
     ),
@@ -376,6 +377,105 @@ MUTANTS = (
         "self._micro_losses.append(scaled.detach())\n            return",
         "self._micro_losses.append(scaled)\n            return",
         CASES + "test_case_51_the_reported_loss_is_the_weighted_mean",
+    ),
+    # -- the scaler
+    Mutant(
+        "the factor is read for each loss",
+        "_amp.py",
+        "if tally.loss_scale is None:",
+        "if True:",
+        SCALER + "test_another_accumulators_update_in_mid_window_changes_nothing",
+    ),
+    Mutant(
+        "a window does not follow the scaler",
+        "_amp.py",
+        "if held is not None and self._moment != self._scaler.moment():",
+        "if False:",
+        SCALER + "test_another_accumulators_update_in_mid_window_changes_nothing",
+    ),
+    Mutant(
+        "a factor is applied in float16",
+        "_amp.py",
+        "loss = loss.float()  # a",
+        "pass  # a",
+        SCALER + "test_a_float16_loss_is_scaled_in_float32",
+    ),
+    Mutant(
+        "the first window takes a weight to be 1",
+        "_amp.py",
+        "FIRST_WEIGHT = 1024.0",
+        "FIRST_WEIGHT = 1.0",
+        SCALER + "test_weights_of_tokens_do_not_overflow_float16_in_any_window",
+    ),
+    Mutant(
+        "a rank without micro-batches does not learn the factor",
+        "_amp.py",
+        "if factor is None and count.item():",
+        "if False:",
+        SCALED_RANKS + "test_a_rank_without_any_micro_batch_learns_the_factor_of_a_flushed_window",
+    ),
+    Mutant(
+        "unscaling in mid-window passes",
+        "_amp.py",
+        "if (tally := self._windows.open) is not None:",
+        "if (tally := self._windows.open) is not None and False:",
+        SCALER + "test_unscaling_in_mid_window_is_an_error_that_harms_nothing",
+    ),
+    Mutant(
+        "the norm holds the factor",
+        "_amp.py",
+        "yield norm / (",
+        "yield norm + 0 * (",
+        SCALER + "test_case_36_clipping_sees_the_unscaled_gradient_whoever_unscales",
+    ),
+    Mutant(
+        "clipping takes unscaled gradients for scaled ones",
+        "_amp.py",
+        "self._unscaled.update(map(id, own))",
+        "pass",
+        SCALER + "test_case_36_clipping_sees_the_unscaled_gradient_whoever_unscales",
+    ),
+    Mutant(
+        "ranks do not agree on what they have found",
+        "_amp.py",
+        "if self._ranks.groups:\n            _write",
+        "if False:\n            _write",
+        SCALED_RANKS + "test_what_is_infinite_in_one_shard_skips_every_rank",
+    ),
+    Mutant(
+        "two infinite ranks make a 2",
+        "_amp.py",
+        "for flag in flags]).sum() > 0",
+        "for flag in flags]).sum()",
+        SCALED_RANKS + "test_what_is_infinite_in_one_shard_skips_every_rank",
+    ),
+    Mutant(
+        "each optimizer is skipped for itself",
+        "_amp.py",
+        "for found in every:\n            _write(found, bad)",
+        "for found in ():\n            _write(found, bad)",
+        SCALER + "test_one_optimizers_infinite_gradient_skips_all_that_are_stepped_by_the_same_call",
+    ),
+    Mutant(
+        "each call updates the scaler",
+        "_amp.py",
+        "if not self._waiting:",
+        "if True:",
+        SCALER + "test_case_37_one_update_also_if_each_optimizer_is_stepped_by_a_call_of_its_own",
+    ),
+    Mutant(
+        "an update takes what others have found",
+        "_grad_scaler.py",
+        "if key not in optimizers}",
+        "if False}",
+        SCALER + "test_what_the_user_has_unscaled_is_not_unscaled_again_after_another_accumulators_update",
+    ),
+    Mutant(
+        "schedulers do not notice a skipped update",
+        "_update.py",
+        "for scheduler in schedulers if stepped else ():",
+        "for scheduler in schedulers:",
+        SCALER + "test_case_37_an_infinite_gradient_in_the_second_micro_batch_skips_the_update",
     ),
     # -- wrappers
     Mutant(

@@ -75,7 +75,7 @@ def test_the_public_names_belong_to_the_package_and_say_what_they_promise() -> N
 def test_everything_after_the_second_argument_is_keyword_only() -> None:
     parameters = list(inspect.signature(accumulate.Accumulator).parameters.values())
     assert [p.name for p in parameters[:2]] == ["model", "steps"]
-    assert [p.name for p in parameters[2:]] == ["policy", "group", "verify"]
+    assert [p.name for p in parameters[2:]] == ["policy", "scaler", "group", "verify"]
     assert {p.kind for p in parameters[2:]} == {inspect.Parameter.KEYWORD_ONLY}
 
 
