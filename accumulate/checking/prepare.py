@@ -15,7 +15,7 @@ from .._arguments import check_steps
 from .._errors import UnsupportedWrapperError
 from .._sync import find, release
 from .randomness import RandomState
-from .subject import LossFunction, Subject
+from .subject import LossFunction, Subject, copied
 
 __all__ = ["better_precisions", "check_arguments", "in_precision", "is_low", "native_subject", "plainly", "unharmed"]
 
@@ -75,7 +75,7 @@ def native_subject(
         raise ValueError(f"model cannot be copied by copy.deepcopy, and check() only runs copies: {error}") from error
     given = (p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point())
     lowest = min(given, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
-    return Subject(model, loss_fn, tuple(tensor.detach().clone() for tensor in batch), int(steps), random, lowest)
+    return Subject(model, loss_fn, tuple(map(copied, batch)), int(steps), random, lowest)
 
 
 def is_low(dtype: torch.dtype) -> bool:
@@ -93,7 +93,7 @@ def in_precision(native: Subject, dtype: torch.dtype) -> Subject:
     """A copy in that precision."""
     model = copy.deepcopy(native.model)
     model = model.double() if dtype == torch.float64 else model.float()
-    batch = tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in native.batch)
+    batch = tuple(copied(tensor).to(dtype) if tensor.is_floating_point() else tensor for tensor in native.batch)
     return replace(native, model=model, batch=batch, dtype=dtype)
 
 
@@ -112,7 +112,7 @@ def plainly() -> Iterator[None]:
 def unharmed(model: nn.Module) -> Iterator[None]:
     """Whatever ``loss_fn`` does inside, the user's model has its gradients, buffers and modes afterwards."""
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
     for parameter, _ in grads:
         parameter.grad = None
@@ -121,8 +121,8 @@ def unharmed(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, grad in grads:
             parameter.grad = grad
-        for buffer, version, values in buffers:
-            if buffer._version != version:
+        for buffer, values in buffers:
+            if not torch.equal(buffer, values):
                 with torch.no_grad():
                     buffer.copy_(values)
         for module, training in modes:

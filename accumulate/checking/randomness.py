@@ -81,7 +81,8 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             scale = 1.0 / (1.0 - args[1]) if args[1] < 1 else 0.0
             return args[0] * scale, torch.ones_like(args[0], dtype=torch.bool)
         positions = {argument.name: index for index, argument in enumerate(func._schema.arguments)}
-        if (index := positions.get("dropout_p", len(args))) < len(args):  # attention kernels
+        index = positions.get("dropout_p", positions.get("dropout", len(args)))
+        if index < len(args):  # attention and recurrent kernels
             return run(*args[:index], 0.0, *args[index + 1 :], **kwargs)
         return _overwrite(name, run(*args, **kwargs), _bounds(positions, args))
 

@@ -6,7 +6,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-__all__ = ["Finding", "Report"]
+__all__ = ["COUPLES", "SCALE", "Finding", "Report"]
+
+COUPLES, SCALE = "couples the batch", "data-dependent scale"
 
 
 class Finding(NamedTuple):

@@ -17,7 +17,7 @@ from .._accumulator import Accumulator
 from .._arguments import check_loss, check_weight
 from .randomness import Constants, RandomState
 
-__all__ = ["Batch", "Grads", "LossFunction", "Run", "Subject"]
+__all__ = ["Batch", "Grads", "LossFunction", "Run", "Subject", "copied"]
 
 Batch: TypeAlias = "tuple[Tensor, ...]"
 Grads: TypeAlias = "dict[str, Tensor]"
@@ -111,7 +111,7 @@ class Subject:
             self._loss(self.fresh(), batch)
 
     def _loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, float | Tensor | None]:
-        given = self.loss_fn(model, *(tensor.clone() for tensor in batch))
+        given = self.loss_fn(model, *map(copied, batch))
         if isinstance(given, tuple) and len(given) != 2:
             raise TypeError(f"loss_fn must return a loss or (loss, weight), got a tuple of {len(given)}")
         loss, weight = given if isinstance(given, tuple) else (given, None)
@@ -125,6 +125,11 @@ class Subject:
             if self.constants:
                 stack.enter_context(Constants())
             yield
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A tensor of the same values, which ``loss_fn`` may change, and which requires grad if the original does."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def normalises_by_batch(layer: _BatchNorm) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import causes
+from .losses import of_the_loss
 from .measure import Rounding, errors, ratio, size
 from .prepare import better_precisions, check_arguments, in_precision, is_low, native_subject, plainly, unharmed
 from .randomness import RandomState
@@ -136,7 +137,7 @@ def _explained(case: _Case) -> list[Finding]:
     if layer:
         return [*findings, causes.layer_finding(layer)]
     state = causes.carried_state(case.subject, case.rounding, case.window)
-    return [*findings, state or causes.of_the_loss(case.subject, case.rounding, case.whole)]
+    return [*findings, state or of_the_loss(case.subject, case.rounding, case.whole)]
 
 
 def _report(case: _Case, native: Subject, findings: list[Finding], notes: list[str]) -> Report:
