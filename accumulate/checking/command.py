@@ -7,12 +7,11 @@ import importlib.util
 import json
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 
 from .._check import check
-from .._errors import AccumulateError
 
 __all__ = ["declare", "run"]
 
@@ -45,19 +44,32 @@ def run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Check what the function returns, print the report, and return the exit status."""
     with redirect_stdout(sys.stderr) if parsed.json else nullcontext():
         function = _function(parsed.target, parser)
-        try:
+        with _reported(parsed.target, parser):
             given = function()
-        except Exception:  # noqa: BLE001 - the user's code may raise anything, and 1 would mean "not equal"
-            traceback.print_exc()
-            parser.error(f"{parsed.target} raised an exception")
         if not isinstance(given, tuple) or len(given) != 3:
             parser.error(f"{parsed.target} must return (model, loss_fn, batch), got {type(given).__name__}")
-        try:
+        with _reported("the check", parser):
             report = check(*given, steps=parsed.steps)
-        except (AccumulateError, TypeError, ValueError) as error:
-            parser.error(str(error))
     print(json.dumps(report.document(), indent=2) if parsed.json else report)
     return 0 if report.ok else 1
+
+
+@contextmanager
+def _reported(what: str, parser: argparse.ArgumentParser) -> Iterator[None]:
+    """The user's code may raise anything, or exit; status 0 or 1 would be taken for a verdict."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, it is shown
+        if _is_ours(error):
+            parser.error(str(error))
+        traceback.print_exc()
+        parser.error(f"{what} raised an exception")
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this library raised it, so that its message says enough."""
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    return Path(raised_in).is_relative_to(Path(__file__).parents[1])
 
 
 def _function(target: str, parser: argparse.ArgumentParser) -> Callable[[], object]:
@@ -69,15 +81,13 @@ def _function(target: str, parser: argparse.ArgumentParser) -> Callable[[], obje
     if not path.is_file():
         parser.error(f"there is no file {file!r}")
     sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module_name = path.stem if path.stem not in sys.modules else f"checked_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         parser.error(f"{file!r} is not a Python file")
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    try:
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+    with _reported(file, parser):
         spec.loader.exec_module(module)
-    except Exception:  # noqa: BLE001 - as above
-        traceback.print_exc()
-        parser.error(f"importing {file!r} raised an exception")
     function: object = getattr(module, name, None)
     if not callable(function):
         parser.error(f"{file!r} has no function {name!r}")
