@@ -39,6 +39,8 @@ class Mutant(NamedTuple):
 
 CASES, DDP, FSDP = "unit/test_cases.py::", "distributed/test_cases_ddp.py::", "distributed/test_cases_fsdp.py::"
 BAD, CONFORMS = "unit/test_bad_input.py::", "distributed/test_conformance.py::test_conforms"
+CHECK = "unit/test_check.py::"
+CAUSE = CHECK + "test_the_cause_is_told"
 MISTAKE = BAD + "test_a_mistake_is_named_with_its_value_and_leaves_the_model_unharmed"
 
 MUTANTS = (
@@ -393,6 +395,189 @@ MUTANTS = (
         "!= index:",
         "!= index and False:",
         MISTAKE + "[a part twice]",
+    ),
+    # -- check
+    Mutant(
+        "check: equal masks by chance",
+        "checking/subject.py",
+        "self.random.seed(seed)  # else",
+        "pass  # else",
+        CAUSE + "[dropout]",
+    ),
+    Mutant(
+        "check: random numbers stay",
+        "checking/verdict.py",
+        "constants=True",
+        "constants=False",
+        CAUSE + "[dropout]",
+    ),
+    Mutant(
+        "check: BatchNorm is not frozen",
+        "checking/subject.py",
+        "        if self.frozen:",
+        "        if False:",
+        CAUSE + "[BatchNorm and tokens]",
+    ),
+    Mutant(
+        "check: eval mode freezes every BatchNorm",
+        "checking/subject.py",
+        "layer.training or layer.running_mean is None",
+        "layer.training",
+        CAUSE + "[BatchNorm without statistics]",
+    ),
+    Mutant(
+        "check: copies share nothing but one",
+        "checking/subject.py",
+        "model = copy.deepcopy(self.model)",
+        "model = self.model",
+        CAUSE + "[divided by an earlier running mean]",
+    ),
+    Mutant(
+        "check: gradients are not given back",
+        "checking/prepare.py",
+        "parameter.grad = grad",
+        "pass",
+        CHECK + "test_the_users_model_and_random_numbers_are_unharmed",
+    ),
+    Mutant(
+        "check: buffers are not given back",
+        "checking/prepare.py",
+        "buffer.copy_(values)",
+        "pass",
+        CHECK + "test_the_users_model_and_random_numbers_are_unharmed",
+    ),
+    Mutant(
+        "check: modes are not given back",
+        "checking/prepare.py",
+        "module.training = training",
+        "pass",
+        CHECK + "test_the_users_model_and_random_numbers_are_unharmed",
+    ),
+    Mutant(
+        "check: random numbers are used up",
+        "checking/randomness.py",
+        "generator.set_state(state)",
+        "pass",
+        CHECK + "test_the_users_model_and_random_numbers_are_unharmed",
+    ),
+    Mutant(
+        "check: the batch is the user's own",
+        "checking/subject.py",
+        "return tensor.detach().clone()",
+        "return tensor.detach()",
+        CHECK + "test_the_users_model_and_random_numbers_are_unharmed",
+    ),
+    Mutant(
+        "check: models are compiled",
+        "checking/prepare.py",
+        'if "torch._dynamo" in sys.modules:',
+        "if False:",
+        CHECK + "test_a_compiled_model_is_checked_without_compiling_it",
+    ),
+    Mutant(
+        "check: zeros are measured against zeros",
+        "checking/measure.py",
+        "max(float(reference.norm()), floor)",
+        "float(reference.norm())",
+        CHECK + "test_a_gradient_that_must_be_zero_is_measured_against_the_others",
+    ),
+    Mutant(
+        "check: the ratio is no least-squares factor",
+        "checking/measure.py",
+        "/ size(expected) ** 2",
+        "/ size(expected) / size(grads)",
+        CHECK + "test_case_11_dividing_by_hand_as_well_is_reported_as_divided_twice",
+    ),
+    Mutant(
+        "check: float32 inside is an error",
+        "checking/measure.py",
+        "worst <= 30 * self._noise",
+        "False",
+        CAUSE + "[float32 inside]",
+    ),
+    Mutant(
+        "check: every difference is rounding",
+        "checking/measure.py",
+        "worst <= self.limit and",
+        "worst <= 1e3 and",
+        CAUSE + "[BatchNorm]",
+    ),
+    Mutant(
+        "check: weights need not sum to 1",
+        "checking/measure.py",
+        "one = target.norm()",
+        "one = target.norm() * 0",
+        CAUSE + "[divided by the targets' maximum]",
+    ),
+    Mutant(
+        "check: a factor is looked for among scalars of the big batch only",
+        "checking/causes.py",
+        "subject.forward(subject.parts()[0], noted)",
+        "subject.forward(subject.batch, noted)",
+        CAUSE + "[divided by rows, of which the whole has as many as steps]",
+    ),
+    Mutant(
+        "check: the coefficient of a term is a factor of the whole",
+        "checking/causes.py",
+        "if rounding.same(scaled(without, factor), whole.grads):",
+        "if without:",
+        CAUSE + "[fine with a term of weight 1/4]",
+    ),
+    Mutant(
+        "check: state is not looked for",
+        "checking/causes.py",
+        "if rounding.same(window, combined(fresh)):",
+        "if True:",
+        CAUSE + "[state that is no scale]",
+    ),
+    Mutant(
+        "check: layers are not looked at",
+        "checking/probes.py",
+        "if float((together - layer.rows).norm()) >",
+        "if 0 * float((together - layer.rows).norm()) >",
+        CAUSE + "[a layer that mixes rows]",
+    ),
+    Mutant(
+        "check: rows are the first dimension everywhere",
+        "checking/probes.py",
+        "!= (layer.name, layer.multiple) for",
+        "!= (layer.name, other.multiple) for",
+        CAUSE + "[rows in the second dimension]",
+    ),
+    Mutant(
+        "check: few equations are enough",
+        "checking/losses.py",
+        "entries <= subject.steps + 1",
+        "entries <= 0",
+        CAUSE + "[contrastive with few parameters]",
+    ),
+    Mutant(
+        "check: statistics stay in the loss",
+        "checking/probes.py",
+        "return kept if name in _DIVISIONS and isinstance(by, Tensor) and by.numel() == 1 else None",
+        "return None",
+        CAUSE + "[divided by the outputs' maximum]",
+    ),
+    Mutant(
+        "check: a weight of 0 still adds NaN",
+        "checking/measure.py",
+        "in run.grads.items() if weight else ():",
+        "in run.grads.items():",
+        CAUSE + "[a micro-batch dropped and tokens]",
+    ),
+    Mutant(
+        "check: low precision is not looked at",
+        "checking/causes.py",
+        "lost <= 2 * lost_once + 1e-3",
+        "True",
+        CHECK + "test_low_precision_is_what_only_accumulation_loses",
+    ),
+    Mutant(
+        "check: the exit status is 0 in any case",
+        "checking/command.py",
+        "return 0 if report.ok else 1",
+        "return 0",
+        "unit/test_check_command.py::test_different_gradients_are_status_1_with_the_cause",
     ),
 )
 

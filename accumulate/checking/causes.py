@@ -48,22 +48,18 @@ def is_random(subject: Subject, rounding: Rounding, whole: Run) -> bool:
 
 
 def by_hand(subject: Subject, rounding: Rounding, whole: Run) -> tuple[Finding, Grads] | None:
-    """A multiplication by 1/steps or steps is left out; if just that factor goes, in the big batch as in a micro-batch,
+    """A micro-batch's loss is multiplied by 1/steps or steps, and leaving that out changes the big batch by this.
 
-    the user scales by hand. Also returns the big batch's gradient without it. A count of rows would not be the same
-    for both, and the coefficient of one term among several is not a factor of the whole.
+    Then the user scales by hand. A count of rows would not be the same in both, and the coefficient of one term among
+    several is not a factor of the whole. Also returns the big batch's gradient without the factor.
     """
-    part = subject.parts()[0]
     noted = Factors()
-    subject.forward(part, noted)
+    subject.forward(subject.parts()[0], noted)
     for factor in (1.0 / subject.steps, float(subject.steps)):
         if not any(math.isclose(factor, seen, rel_tol=1e-6) for seen in noted.seen):
             continue
         without = subject.run(mode=Factors(factor)).grads
-        without_in_part = subject.run(part, mode=Factors(factor)).grads
-        if rounding.same(scaled(without, factor), whole.grads) and rounding.same(
-            scaled(without_in_part, factor), subject.run(part).grads
-        ):
+        if rounding.same(scaled(without, factor), whole.grads):
             return _scaled_by_hand(subject.steps, factor), without
     return None
 

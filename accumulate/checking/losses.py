@@ -83,14 +83,17 @@ def _sum_type(subject: Subject) -> Finding:
 
 def _mean_of_means(runs: list[Run], weights: list[float]) -> Finding:
     given = [1.0 if run.weight is None else run.weight for run in runs]
-    theirs = ", ".join(f"{100 * weight / sum(given):.3g}" for weight in given)
-    right = ", ".join(f"{100 * weight:.3g}" for weight in weights)
+    theirs, right = _per_cent([weight / sum(given) for weight in given]), _per_cent(weights)
     return Finding(
         "mean of means",
         f"The loss is a mean over a number of items that differs: the micro-batches count for {theirs} % and would be "
         f"right with {right} %.",
         "Return (loss, weight), where weight is the number of items (rows, tokens, live positions) in the mean.",
     )
+
+
+def _per_cent(shares: list[float]) -> str:
+    return ", ".join(f"{round(100 * share, 2) + 0:g}" for share in shares)  # + 0, for -0 is written so
 
 
 def _scale(subject: Subject, rounding: Rounding, whole: Run, factors: list[float]) -> Finding:

@@ -50,10 +50,11 @@ class Report:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _worst(self, count: int = 5) -> list[str]:
-        names = sorted(self.errors, key=lambda name: -self.errors[name])[:count]
+        shown = {name: f"{error:.1e}" for name, error in self.errors.items()}
+        names = sorted(shown, key=lambda name: (-float(shown[name]), name))[:count]
         width = max(map(len, names))
         head = f"relative error by parameter, the worst {len(names)} of {len(self.errors)}:"
-        return [head, *(f"  {name:{width}}  {self.errors[name]:.1e}" for name in names)]
+        return [head, *(f"  {name:{width}}  {shown[name]}" for name in names)]
 
     def document(self) -> dict[str, object]:
         """The report as JSON has it, where numbers that are not finite are null."""
