@@ -500,7 +500,7 @@ MUTANTS = (
         "checking/measure.py",
         "worst <= self.limit and",
         "worst <= 1e3 and",
-        CAUSE + "[BatchNorm]",
+        CAUSE + "[rows weighted by their place]",
     ),
     Mutant(
         "check: weights need not sum to 1",

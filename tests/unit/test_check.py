@@ -264,6 +264,9 @@ CASES = [
     Case("rows in the second dimension", TimeFirst, contrastive, samples(8), "couples the batch",
          says="no layer was seen"),
     Case("contrastive with a weight", net, weighted(contrastive), UNEVEN, "couples the batch"),
+    Case("rows weighted by their place", net,
+         lambda m, x, y: ((m(x) - y).square().mean(1) * torch.arange(1.0, len(x) + 1)).mean(), EVEN,
+         "couples the batch"),
     Case("contrastive with few parameters", lambda: nn.Linear(1, 1, bias=False),
          lambda m, x: F.cross_entropy(m(x[:, :1]) @ x[:, :1].T, torch.arange(len(x))), EVEN[:1], "unknown"),
     Case("dropout", lambda: net(nn.Dropout(0.3)), square, EVEN, None, 1.0, DROPOUT),
@@ -318,6 +321,7 @@ def test_the_cause_is_told(case: Case) -> None:
     report = check(case.model(), case.loss, case.batch, case.steps)
     assert report.cause == case.cause, str(report)
     assert report.ok is (case.cause is None)
+    assert [finding.cause for finding in report.findings] == (case.cause.split(", ") if case.cause else [])
     assert report.errors
     assert (max(report.errors.values()) < 1e-5) is report.ok
     if case.ratio is not None:
@@ -442,7 +446,7 @@ def test_the_users_model_and_random_numbers_are_unharmed() -> None:
     drawn = torch.rand(3), random.random()
     torch.manual_seed(7)
     random.seed(7)
-    check(model, greedy, batch)
+    assert check(model, greedy, batch).ok
     assert torch.equal(torch.rand(3), drawn[0])
     assert random.random() == drawn[1]
     assert modes == [m.training for m in model.modules()]
