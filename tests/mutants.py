@@ -559,6 +559,13 @@ MUTANTS = (
         CAUSE + "[divided by the outputs' maximum]",
     ),
     Mutant(
+        "check: terms are not told apart",
+        "checking/probes.py",
+        "if self.count - 1 == self._leave_out:",
+        "if False:",
+        CAUSE + "[terms over tokens and over rows]",
+    ),
+    Mutant(
         "check: a weight of 0 still adds NaN",
         "checking/measure.py",
         "in run.grads.items() if weight else ():",

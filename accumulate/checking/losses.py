@@ -9,8 +9,8 @@ import math
 
 import torch
 
-from .measure import Rounding, combined, mean_weights, ratio, scaled, scales
-from .probes import Factors
+from .measure import Rounding, combined, equations, mean_weights, ratio, scaled, scales
+from .probes import Factors, Terms
 from .report import COUPLES, SCALE, Finding
 from .subject import Run, Subject
 
@@ -22,7 +22,7 @@ def of_the_loss(subject: Subject, rounding: Rounding, whole: Run) -> Finding:
     runs = subject.each()
     if finding := _known_sum(subject, rounding, whole, runs):
         return finding
-    entries = sum(int(grad.count_nonzero()) for grad in whole.grads.values())
+    entries = equations(whole.grads)
     if entries <= subject.steps + 1:  # with as many unknowns as equations everything fits
         why = f"The big batch's gradient has {entries} entries that are not zero, too few to tell the causes apart."
         return Finding("unknown", why, "Check with fewer steps or a larger model of the same kind.")
@@ -48,19 +48,37 @@ def _known_sum(subject: Subject, rounding: Rounding, whole: Run, runs: list[Run]
 
 
 def _fitted_sum(subject: Subject, rounding: Rounding, whole: Run, runs: list[Run]) -> Finding | None:
-    """A mean with other weights: a mean over numbers that differ. A sum with other factors: a scale that depends on the
+    """A mean with other weights: a mean over numbers that differ. A sum with other factors: a scale by the data.
 
-    data. One only without divisions by statistics of the batch: a scale that depends on the parameters as well.
+    A sum of the terms with factors of their own: means over different numbers. One without divisions by statistics of
+    the batch: a scale that depends on the parameters as well.
     """
     limit = max(1e-6, rounding.limit / 10)
     if weights := mean_weights(runs, whole.grads, limit):
         return _mean_of_means(runs, weights)
     if factors := scales(runs, whole.grads, limit):
         return _scale(subject, rounding, whole, [factor * len(runs) for factor in factors])
+    if _terms_fit(subject, whole, runs, limit):
+        return Finding(
+            "mean of means",
+            "The terms of the loss are means over numbers that differ from term to term: no single weight is right.",
+            "Make them means over the same number, or run them apart, each with the weight that it has.",
+        )
     bare = [subject.run(part, mode=Factors(leave_out_statistics=True)) for part in subject.parts()]
     if scales(bare, subject.run(mode=Factors(leave_out_statistics=True)).grads, limit):
         return _scale(subject, rounding, whole, [])
     return None
+
+
+def _terms_fit(subject: Subject, whole: Run, runs: list[Run], limit: float) -> bool:
+    """Whether a factor for each term in each micro-batch makes the big batch's gradient; runs without a term tell."""
+    noted = Terms()
+    subject.forward(subject.batch, noted)
+    unknowns = (noted.count + 1) * subject.steps
+    if not 0 < noted.count < 10 or equations(whole.grads) <= unknowns + 1:
+        return False
+    without = [subject.run(part, mode=Terms(index)) for index in range(noted.count) for part in subject.parts()]
+    return scales([*runs, *without], whole.grads, limit) is not None
 
 
 def _sum_type(subject: Subject) -> Finding:

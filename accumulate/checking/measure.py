@@ -11,7 +11,18 @@ from torch import Tensor
 
 from .subject import Grads, Run, Subject
 
-__all__ = ["Rounding", "combined", "distance", "errors", "mean_weights", "ratio", "scaled", "scales", "size"]
+__all__ = [
+    "Rounding",
+    "combined",
+    "distance",
+    "equations",
+    "errors",
+    "mean_weights",
+    "ratio",
+    "scaled",
+    "scales",
+    "size",
+]
 
 _SHARE = 1e-2
 """A gradient smaller than this share of the whole is measured against the share: zeros would be all rounding."""
@@ -70,9 +81,10 @@ def combined(runs: Sequence[Run]) -> Grads:
 
 
 class Rounding:
-    """Tells rounding from error. Between what is clearly one or the other, the same rows in reverse order decide:
+    """Tells rounding from error.
 
-    they change every sum as micro-batches do, and nothing else.
+    Between what is clearly one or the other, the whole batch with its rows in reverse order decides: that changes every
+    sum as micro-batches do, and nothing else.
     """
 
     def __init__(self, subject: Subject, whole: Grads) -> None:
@@ -93,6 +105,11 @@ class Rounding:
     def _noise(self) -> float:
         reversed_rows = tuple(tensor.flip(0) for tensor in self._subject.batch)
         return max(errors(self._subject.run(reversed_rows).grads, self._whole).values())
+
+
+def equations(whole: Grads) -> int:
+    """How many entries of the whole batch's gradient say something where a sum of many gradients is searched."""
+    return sum(min(_SAMPLES, int(grad.count_nonzero())) for grad in whole.values())
 
 
 def _columns(runs: Sequence[Run], whole: Grads) -> tuple[Tensor, Tensor]:

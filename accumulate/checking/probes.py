@@ -1,4 +1,4 @@
-"""Two ways of looking into a run: the factors of its loss, and what each layer makes of each row."""
+"""Ways of looking into a run: the factors and the terms of its loss, and what each layer makes of each row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..wrappers._outputs import tensors_in
 
-__all__ = ["Factors", "Layer", "RowsOfLayers", "first_that_mixes_rows"]
+__all__ = ["Factors", "Layer", "RowsOfLayers", "Terms", "first_that_mixes_rows"]
 
 _DIVISIONS = frozenset(["div", "div_", "divide", "divide_", "true_divide", "true_divide_"])
 _PRODUCTS = frozenset(["mul", "mul_", "multiply", "multiply_"])
@@ -47,12 +47,40 @@ class Factors(TorchFunctionMode):
             kept, by = by, kept
         if self._statistics:
             return kept if name in _DIVISIONS and isinstance(by, Tensor) and by.numel() == 1 else None
-        if kept.numel() != 1 or (isinstance(by, Tensor) and (by.numel() != 1 or by.requires_grad)):
+        if kept.numel() != 1 or not _is_number(by):
             return None
         value = float(by)
         factor = value if name in _PRODUCTS else 1.0 / value if value else math.inf
         self.seen.add(factor)
         return kept if self._leave_out is not None and math.isclose(factor, self._leave_out, rel_tol=1e-6) else None
+
+
+def _is_number(by: object) -> bool:
+    if isinstance(by, Tensor):
+        return by.numel() == 1 and not by.requires_grad and not by.is_complex()
+    return isinstance(by, (int, float))
+
+
+class Terms(TorchFunctionMode):
+    """Counts the additions of two scalars that lead to parameters, and leaves out the first operand of one of them."""
+
+    def __init__(self, leave_out: int = -1) -> None:
+        super().__init__()
+        self.count = 0
+        self._leave_out = leave_out
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in ("add", "add_") and len(args) == 2 and all(map(_is_term, args)):
+            self.count += 1
+            if self.count - 1 == self._leave_out:
+                return args[1]
+        return func(*args, **dict(kwargs or {}))
+
+
+def _is_term(operand: object) -> bool:
+    return isinstance(operand, Tensor) and operand.numel() == 1 and operand.requires_grad
 
 
 class Layer(NamedTuple):

@@ -71,6 +71,16 @@ def by_tokens(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return cross_entropy(model, x, y), (y != IGNORED).sum()
 
 
+def two_terms(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """A mean over tokens and a mean over rows, weighted by tokens."""
+    return cross_entropy(model, x, y) + model(x).square().mean(), (y != IGNORED).sum()
+
+
+def three_terms(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    penalty = sum(p.square().sum() for p in model.parameters())
+    return two_terms(model, x, y)[0] + model(x).abs().mean() + penalty
+
+
 def masked_by_hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     live = (y != IGNORED).to(x.dtype)
     return (F.cross_entropy(model(x), y.clamp(min=0), reduction="none") * live).sum() / live.sum()
@@ -250,6 +260,10 @@ CASES = [
     Case("uneven rows", net, square, UNEVEN, "mean of means", says="27.27, 27.27, 22.73, 22.73 %"),
     Case("uneven tokens", net, cross_entropy, classes(*RAGGED), "mean of means", says="7.14, 28.57, 28.57, 35.71 %"),
     Case("rows instead of tokens", net, weighted(cross_entropy), classes(*RAGGED), "mean of means", says="7.14, 28.57"),
+    Case("terms over tokens and over rows", net, two_terms, classes(*RAGGED), "mean of means", says="term to term"),
+    Case("three terms", net, three_terms, classes(*RAGGED), "mean of means", says="term to term"),
+    Case("terms of which one is contrastive", net,
+         lambda m, x, y: cross_entropy(m, x, y) + contrastive(m, x, x[:, :5]), classes(*RAGGED), "couples the batch"),
     Case("a mask by hand", net, masked_by_hand, classes(*RAGGED), "mean of means", says="7.14, 28.57, 28.57, 35.71 %"),
     Case("one parameter", lambda: nn.Linear(1, 1, bias=False), lambda m, x: m(x[:, :1]).mean(), UNEVEN[:1],
          "mean of means"),
