@@ -77,8 +77,10 @@ def two_terms(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def three_terms(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    penalty = sum(p.square().sum() for p in model.parameters())
-    return two_terms(model, x, y)[0] + model(x).abs().mean() + penalty
+    loss = two_terms(model, x, y)[0] + model(x).abs().mean()
+    for parameter in model.parameters():
+        loss = loss + parameter.square().sum()
+    return loss
 
 
 def masked_by_hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
