@@ -60,8 +60,8 @@ def _refuse_wrapped(model: nn.Module) -> None:
     release(found)
     for name, control in found:
         raise UnsupportedWrapperError(
-            f"{name} is a {type(control.module).__name__}, and check() runs copies in one process. Pass the module as it "
-            "is before it is wrapped (for DistributedDataParallel: its .module)."
+            f"{name} is a {type(control.module).__name__}, and check() runs copies in one process. Pass the module as "
+            "it is before it is wrapped (for DistributedDataParallel: its .module)."
         )
 
 
