@@ -20,6 +20,7 @@ DOCUMENTED = {
     "UnsupportedWrapperError",
     "WindowError",
     "__version__",
+    "check",
     "no_sync",
     "register",
 }
@@ -92,7 +93,7 @@ def test_importing_it_after_torch_imports_no_wrapper() -> None:
     new = in_a_fresh_process(code)
     assert "accumulate._accumulator" in new
     assert [name for name in new if name.startswith(("torch.distributed.fsdp", "torch._dynamo"))] == []
-    assert [name for name in new if name.startswith("accumulate.wrappers.")] == []
+    assert [name for name in new if name.startswith(("accumulate.wrappers.", "accumulate.checking"))] == []
     assert [name for name in new if not name.startswith(("accumulate", "torch", "typing_extensions"))] == []
 
 
