@@ -46,13 +46,15 @@ class Loops:
         self.running = self.handed = None
         self._carried = window if finished and carry else None
         if window is not None and not finished:
-            at = f"micro-batch {window.position} of {window.steps}"
-            self._left = f"a batches() loop was left after {at}, by break or an exception"
+            self._left = f"micro-batch {window.position} of {window.steps}"
 
     def check(self) -> None:
         """Raise if a loop has left a window that nobody has closed or dropped."""
         if self._left:
-            raise WindowError(f"{self._left}. Call flush() to close the window or reset() to drop it.")
+            raise WindowError(
+                f"a batches() loop was left after {self._left}, by break or an exception. Call flush() to close the "
+                "window or reset() to drop it."
+            )
 
     def enter(self) -> bool:
         """A block is entered; whether it is for a padding batch."""

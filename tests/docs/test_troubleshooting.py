@@ -21,14 +21,19 @@ LEFT_OUT: dict[str, str] = {}
 """Beginnings of messages that the page need not have, each with the reason."""
 
 
+def called(call: ast.Call) -> str:
+    """The name of what is called, whatever module it is in."""
+    return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+
+
 def texts(node: ast.expr, functions: dict[str, ast.FunctionDef]) -> Iterator[str]:
     """What an expression may be as text, with ``{}`` for each value; a call is what its function returns."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
     elif isinstance(node, ast.JoinedStr):
         yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)  # type: ignore[misc]  # a JoinedStr's constants are text
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions:
-        for inner in ast.walk(functions[node.func.id]):
+    elif isinstance(node, ast.Call) and (name := called(node)) in functions:
+        for inner in ast.walk(functions[name]):
             if isinstance(inner, ast.Return) and inner.value is not None:
                 yield from texts(inner.value, functions)
     else:
