@@ -1,4 +1,4 @@
-"""The command line: ``python -m accumulate bench``."""
+"""The command line: ``python -m accumulate bench`` and its siblings."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from accumulate.bench import arguments, plot, progress
 from accumulate.bench.ranks import RankError
+from accumulate.plan import arguments as plan_arguments, command as plan_command
 
 if TYPE_CHECKING:
     from accumulate.bench.measure import Result
@@ -35,10 +36,14 @@ def main(given: Sequence[str] | None = None) -> int:
     text = "compare reducing always, once by hand, and once by accumulate, on this machine"
     bench = commands.add_parser("bench", help=text)
     arguments.declare(bench)
+    plan = commands.add_parser("plan", help="how long a window a cluster needs, computed before you rent it")
+    plan_arguments.declare(plan)
     parsed = parser.parse_args(given)
     if parsed.command is None:
         parser.print_help()
         return 2
+    if parsed.command == "plan":
+        return plan_command.run(parsed, plan)
     return _bench(parsed, bench)
 
 
