@@ -26,7 +26,8 @@ what is assumed:
   - Collectives move what rings move: (n-1)/n of the payload for an all-gather and a reduce-scatter, 2(n-1)/n for an
     all-reduce (a tree moves the same in fewer steps). Ranks of one node are neighbours in the ring.
   - Reductions, and the gathers of a backward, hide behind that backward: 2/3 of the micro-batch's compute. The gathers
-    of a forward hide behind that forward: 1/3. What does not fit there is waited for. Collectives do not slow compute.
+    of a forward hide behind that forward: 1/3. What does not fit there is waited for, and so is the last bucket of DDP
+    (25 MiB), the last unit's reduction and the first unit's gather. Collectives do not slow compute.
   - Links reach the bandwidth given, all ranks are equally fast, and the optimizer's step takes no time.
 
 examples:

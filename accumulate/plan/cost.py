@@ -62,6 +62,12 @@ class Job:
     """The pieces of each parameter: 1 for DDP, all ranks for FSDP, one mesh dimension for HSDP."""
 
     @property
+    def share(self) -> float:
+        """What one collective of many carries: a unit of FSDP, a bucket of DDP."""
+        gradients = self.model.parameters * self.model.stored
+        return min(1.0, BUCKET / gradients) if self.wrapper == "ddp" else 1 / (self.model.layers + 1)
+
+    @property
     def sharding(self) -> Group:
         """The ranks that hold one copy of the model together: neighbours, so on as few nodes as possible."""
         return Group(self.shards, min(self.shards, self.cluster.ranks_per_node))
@@ -121,17 +127,14 @@ def _seconds(payload: float, group: Group, passes: int, messages: float, cluster
 
 
 def _gather(job: Job, parameters: int) -> float:
-    messages = math.ceil((job.model.layers + 1) * parameters / job.model.parameters)
+    messages = math.ceil(parameters / job.model.parameters / job.share - 1e-9)
     return _seconds(parameters * job.model.gathered, job.sharding, 1, messages, job.cluster)
 
 
 def _reduce(job: Job, scatter: bool, add: bool) -> float:
-    model, gradient, units = job.model, job.model.parameters * job.model.reduced, job.model.layers + 1
-    seconds = _seconds(gradient, job.sharding, 1, units, job.cluster) if scatter else 0.0
-    if add:
-        messages = math.ceil(model.parameters * model.stored / BUCKET) if job.wrapper == "ddp" else units
-        seconds += _seconds(gradient / job.shards, job.replicas, 2, messages, job.cluster)
-    return seconds
+    gradient, messages = job.model.parameters * job.model.reduced, math.ceil(1 / job.share - 1e-9)
+    scattering = _seconds(gradient, job.sharding, 1, messages, job.cluster) if scatter else 0.0
+    return scattering + (_seconds(gradient / job.shards, job.replicas, 2, messages, job.cluster) if add else 0.0)
 
 
 def parts(job: Job, policy: str) -> Parts:
@@ -150,8 +153,13 @@ def _window(job: Job, policy: str) -> tuple[float, float]:
     """Seconds of a window of one micro-batch, and of each further one: N of them take first + (N - 1) * further."""
     spent = parts(job, policy)
     forward, backward = job.compute * FORWARD, job.compute * BACKWARD
-    first = max(forward, spent.first_forward) + max(backward, spent.boundary_backward)
-    return first, max(forward, spent.later_forward) + max(backward, spent.backward)
+    first = _both(forward, spent.first_forward, job.share) + _both(backward, spent.boundary_backward, job.share)
+    return first, _both(forward, spent.later_forward, job.share) + _both(backward, spent.backward, job.share)
+
+
+def _both(compute: float, communication: float, share: float) -> float:
+    """Seconds of the two at once: nothing is left for the last reduction to hide behind, nor for the first gather."""
+    return max(compute + share * communication, share * compute + communication)
 
 
 def forecast(job: Job, policy: str, steps: int) -> Forecast:
