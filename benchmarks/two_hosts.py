@@ -132,7 +132,9 @@ def predicted(options: Options, found: dict[str, Any], rate: float, steps: int, 
     model = Model(found["parameters"], layers=options.layers)
     cluster = Cluster(nodes=2, ranks_per_node=1, within=math.inf, between=rate)
     shards = 1 if options.wrapper == "ddp" else 2
-    return forecast(Job(model, options.wrapper, cluster, compute, shards), EACH if each else "balanced", steps)
+    overlap = options.wrapper == "ddp"  # FSDP has no streams on a CPU, so its collectives wait for each other
+    job = Job(model, options.wrapper, cluster, compute, shards, overlap)
+    return forecast(job, EACH if each else "balanced", steps)
 
 
 def column(found: dict[str, Any], mode: Mode, steps: int, what: str) -> list[float]:

@@ -101,6 +101,8 @@ def _cluster(group: argparse._ArgumentGroup) -> None:
     add("--latency", type=units.duration, default=10e-6, metavar="T", help="of a collective's step (default: 10us)")
     text = "that one micro-batch computes, forward and backward, such as 430ms: about 6 x parameters x tokens / FLOP/s"
     add("--compute", type=units.duration, required=True, metavar="T", help=text)
+    text = "collectives do not hide behind compute: the worst case, and FSDP on CPUs"
+    add("--no-overlap", action="store_true", help=text)
 
 
 def _what(group: argparse._ArgumentGroup) -> None:
@@ -126,7 +128,8 @@ def options(parsed: argparse.Namespace, plan: argparse.ArgumentParser) -> Option
         plan.error("--param-dtype and --no-reshard-after-forward are for FSDP; ddp gathers nothing")
     _check_files(parsed, plan)
     cluster = Cluster(parsed.nodes, parsed.ranks_per_node, parsed.within, parsed.between, parsed.latency)
-    job = Job(_sized(parsed, plan), parsed.wrapper, cluster, parsed.compute, _shards(parsed, plan))
+    shards, overlap = _shards(parsed, plan), not parsed.no_overlap
+    job = Job(_sized(parsed, plan), parsed.wrapper, cluster, parsed.compute, shards, overlap)
     policies = ("balanced",) if parsed.wrapper == "ddp" else tuple(dict.fromkeys(parsed.policy))
     return Options(job, policies, tuple(sorted(set(parsed.steps))), parsed.efficiency, parsed.json, parsed.plot)
 

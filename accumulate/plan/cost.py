@@ -60,6 +60,8 @@ class Job:
     compute: float
     shards: int = 1
     """The pieces of each parameter: 1 for DDP, all ranks for FSDP, one mesh dimension for HSDP."""
+    overlap: bool = True
+    """Whether collectives and compute run at once, as on GPUs."""
 
     @property
     def share(self) -> float:
@@ -153,8 +155,9 @@ def _window(job: Job, policy: str) -> tuple[float, float]:
     """Seconds of a window of one micro-batch, and of each further one: N of them take first + (N - 1) * further."""
     spent = parts(job, policy)
     forward, backward = job.compute * FORWARD, job.compute * BACKWARD
-    first = _both(forward, spent.first_forward, job.share) + _both(backward, spent.boundary_backward, job.share)
-    return first, _both(forward, spent.later_forward, job.share) + _both(backward, spent.backward, job.share)
+    share = job.share if job.overlap else 1.0
+    first = _both(forward, spent.first_forward, share) + _both(backward, spent.boundary_backward, share)
+    return first, _both(forward, spent.later_forward, share) + _both(backward, spent.backward, share)
 
 
 def _both(compute: float, communication: float, share: float) -> float:

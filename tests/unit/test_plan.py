@@ -148,6 +148,12 @@ def test_a_model_of_one_bucket_hides_nothing() -> None:
     assert forecast(ddp(compute=12), "balanced", 2).seconds == 2 * 12 + 6
 
 
+def test_without_overlap_every_collective_is_waited_for() -> None:
+    for job in (four_buckets(compute=12), sharded()):
+        found = forecast(replace(job, overlap=False), "balanced", 3)
+        assert found.seconds == pytest.approx(3 * job.compute + found.sending)
+
+
 def test_within_a_node_the_ranks_own_links_set_the_pace() -> None:
     found = forecast(ddp(cluster=replace(SMALL, nodes=1)), "balanced", 1)
     assert (found.within, found.between) == (4000, 0)
@@ -413,6 +419,12 @@ def test_hsdp_holds_a_copy_on_each_node_unless_told_otherwise(capsys: pytest.Cap
     assert document(capsys, *arguments)["job"]["shards"] == 8
     assert document(capsys, *arguments, "--shard", "16")["job"]["shards"] == 16
     assert document(capsys, *arguments, "--shard", "4")["job"]["shards"] == 4
+
+
+def test_the_worst_case_is_one_without_overlap(capsys: pytest.CaptureFixture[str]) -> None:
+    best, worst = (document(capsys, *SEVEN, *more)["results"][0] for more in ([], ["--no-overlap"]))
+    assert best["window_seconds"] < worst["window_seconds"]
+    assert worst["window_seconds"] == pytest.approx(0.43 + worst["communication_seconds"])
 
 
 def test_ddp_has_one_policy(capsys: pytest.CaptureFixture[str]) -> None:
