@@ -1,4 +1,4 @@
-"""The command line: ``python -m accumulate bench`` and ``check``."""
+"""The command line: ``python -m accumulate bench``, ``check`` and ``plan``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from accumulate.bench import arguments, plot, progress
 from accumulate.bench.ranks import RankError
 from accumulate.checking import command as checking
+from accumulate.plan import arguments as plan_arguments, command as plan_command
 
 if TYPE_CHECKING:
     from accumulate.bench.measure import Result
@@ -38,12 +39,16 @@ def main(given: Sequence[str] | None = None) -> int:
     arguments.declare(bench)
     check = commands.add_parser("check", help="compare micro-batches with one big batch, on your model")
     checking.declare(check)
+    plan = commands.add_parser("plan", help="how long a window a cluster needs, computed before you rent it")
+    plan_arguments.declare(plan)
     parsed = parser.parse_args(given)
     if parsed.command is None:
         parser.print_help()
         return 2
     if parsed.command == "check":
         return checking.run(parsed, check)
+    if parsed.command == "plan":
+        return plan_command.run(parsed, plan)
     return _bench(parsed, bench)
 
 
