@@ -39,12 +39,12 @@ class Accumulator(Reports):
     """N micro-batches give one exact gradient and one reduction, in any loop and under any wrapper.
 
     ``model`` is a module or several; ``steps`` the micro-batches of one window: an int >= 1, or a callable of the
-    update index, read once when a window opens. ``policy`` says what sharded wrappers keep between micro-batches
-    ("balanced" is the only one so far). ``scaler`` is a ``torch.amp.GradScaler`` (of one or more accumulators): losses
-    are then multiplied by its factor, and ``.grad`` holds it until the gradients are unscaled. ``group`` overrules the
-    ranks over which weights are summed (default: those that the wrapper averages over). ``verify=True`` compares
-    windows and gradients over the ranks at each boundary, and raises on all of them; a number is how many seconds one
-    waits for the others (True: 300). Construct it on every rank, once the model is wrapped and its weights are loaded.
+    update index, read once when a window opens. ``policy`` says what FSDP keeps between micro-batches: "memory"
+    nothing, "balanced" gradients and what backward has gathered, "speed" all parameters. With ``scaler``, a
+    ``torch.amp.GradScaler``, losses are multiplied by its factor, and ``.grad`` holds it until unscaled. ``group``
+    overrules the ranks over which weights are summed (default: those that the wrapper averages over). ``verify=True``
+    compares windows and gradients over the ranks at each boundary, and raises on all of them; a number is how many
+    seconds one waits for the others (True: 300). Construct it on every rank, with the wrapped and loaded model.
 
     Raises ``TypeError`` or ``ValueError`` for a wrong argument, :class:`UnsupportedWrapperError` for a
     wrapper that cannot be steered, :class:`AccumulateError` if ranks disagree.
@@ -62,7 +62,7 @@ class Accumulator(Reports):
     ) -> None:
         models = arguments.as_models(model)
         steps = arguments.check_setting(steps)
-        self._policy = arguments.check_policy(policy)
+        policy = arguments.check_policy(policy)
         scaler = arguments.check_scaler(scaler)
         self._found = find(models)
         try:
@@ -76,7 +76,7 @@ class Accumulator(Reports):
             seconds = arguments.check_verify(verify)
             verifier = Verifier(ranks, self._found, seconds) if seconds else None
             guess = None if scaler is None else FIRST_WEIGHT
-            self._windows = Windows(steps, self._found, gradients, ranks, models, verifier, guess)
+            self._windows = Windows(steps, self._found, gradients, ranks, models, policy, verifier, guess)
         except BaseException:
             release(self._found)
             raise
@@ -187,6 +187,15 @@ class Accumulator(Reports):
     @steps.setter
     def steps(self, steps: int | Callable[[int], int]) -> None:
         self._windows.lengths.setting = arguments.check_setting(steps)
+
+    @property
+    def policy(self) -> str:
+        """What sharded wrappers keep between micro-batches; a new value takes effect when the next window opens."""
+        return self._windows.policy
+
+    @policy.setter
+    def policy(self, policy: str) -> None:
+        self._windows.policy = arguments.check_policy(policy)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the closed window's gradient to ``max_norm``; returns its norm before, over all shards and
