@@ -201,7 +201,8 @@ class Accumulator(Reports):
         """Clip the closed window's gradient to ``max_norm``; returns its norm before, over all shards and
         models.
 
-        A 0-dim tensor, the same on every rank of a wrapped model. Raises :class:`WindowError` off the boundary, where
+        A 0-dim tensor, the same on every rank of a wrapped model. A scaler's factor is not in it, whether the gradients
+        have been unscaled or not; that is left as it is. Raises :class:`WindowError` off the boundary, where
         gradients are partial (FSDP2 would report 0), ``ValueError`` for a negative or NaN ``max_norm``.
         """
         self._windows.require_boundary("clip_grad_norm_")
@@ -216,11 +217,14 @@ class Accumulator(Reports):
     def optimizer_step(
         self, *optimizers: Optimizer, max_norm: float | None = None, schedulers: Iterable[Steppable] = ()
     ) -> bool:
-        """At a boundary: clip, step the optimizers and schedulers, clear the gradients. Off the boundary:
-        nothing.
+        """At a boundary: unscale, clip, step the optimizers, update the scaler, step the schedulers, clear the
+        gradients. Off the boundary: nothing.
 
         Returns whether the step was taken: an optimizer takes each update once, so this can be called after every
-        block. Raises ``TypeError`` without an optimizer, :class:`WindowError` inside a block.
+        block. With a scaler, a gradient that is not finite on any rank skips all the optimizers of the call, and the
+        schedulers; the scaler is updated once per window, when its last optimizer has been given here. Raises
+        ``TypeError`` without an optimizer, :class:`WindowError` inside a block, or if the gradients were unscaled and
+        ``scaler.update()`` called already.
         """
         if not optimizers:
             raise TypeError("optimizer_step() needs at least one optimizer")
