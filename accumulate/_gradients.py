@@ -51,8 +51,9 @@ class Kept:
 
     def __init__(self, param: nn.Parameter) -> None:
         self._param = param
-        self._grad = param.grad
-        self._copy, self._version = (None, -1) if param.grad is None else (param.grad.clone(), param.grad._version)
+        self._grad = grad = param.grad
+        self._copy = None if grad is None else grad.clone()
+        self._version = -1 if grad is None else grad._version
 
     @torch.no_grad()
     def restore(self) -> None:

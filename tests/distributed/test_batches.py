@@ -366,7 +366,7 @@ def test_padding_leaves_gradients_in_the_tensors_where_the_user_has_put_them(way
     model = plain_net()
     parameters = list(model.parameters())
     buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
-    for parameter, piece in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+    for parameter, piece in zip(parameters, torch.split(buffer, [p.numel() for p in parameters]), strict=True):
         parameter.grad = piece.view_as(parameter)
     acc = Accumulator(model, 2, group=dist.group.WORLD)
     windows = windows_of((1, 4), 2)
