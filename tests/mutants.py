@@ -38,6 +38,7 @@ class Mutant(NamedTuple):
 
 
 CASES, DDP, FSDP = "unit/test_cases.py::", "distributed/test_cases_ddp.py::", "distributed/test_cases_fsdp.py::"
+PLAN = "unit/test_plan.py::"
 BAD, CONFORMS = "unit/test_bad_input.py::", "distributed/test_conformance.py::test_conforms"
 MISTAKE = BAD + "test_a_mistake_is_named_with_its_value_and_leaves_the_model_unharmed"
 
@@ -382,6 +383,56 @@ MUTANTS = (
         "module._sync_gradients = False",
         "pass",
         CONFORMS + "[fsdp1-full-inside-mean-3+3+3]",
+    ),
+    # -- the plan
+    Mutant(
+        "plan: balanced gathers in each forward",
+        "plan/volume.py",
+        "return Schedule(everything, 0, 0 if",
+        "return Schedule(everything, everything, 0 if",
+        PLAN + "test_a_window_of_three_hands_over_what_the_policy_table_says",
+    ),
+    Mutant(
+        "plan: DDP under memory reduces each micro-batch",
+        "plan/volume.py",
+        "return Schedule(sums_each=each)",
+        "return Schedule(sums_each=each or policy == POLICIES[0])",
+        PLAN + "test_a_window_of_three_hands_over_what_the_policy_table_says",
+    ),
+    Mutant(
+        "plan: FSDP1 sums in the dtype of reductions",
+        "plan/volume.py",
+        'size * (model.gathered if wrapper == "fsdp1" else model.reduced)',
+        "size * model.reduced",
+        PLAN + "test_a_rank_holds_shards_and_what_the_policy_keeps",
+    ),
+    Mutant(
+        "plan: a ring sends the whole payload",
+        "plan/cost.py",
+        "passes * payload * (group.size - 1) / group.size",
+        "passes * payload",
+        PLAN + "test_a_ring_over_two_nodes_of_two_ranks_by_hand",
+    ),
+    Mutant(
+        "plan: each rank has the node's link to itself",
+        "plan/cost.py",
+        "_between(moved, group) * cluster.ranks_per_node / cluster.between",
+        "_between(moved, group) / cluster.between",
+        PLAN + "test_a_ring_over_two_nodes_of_two_ranks_by_hand",
+    ),
+    Mutant(
+        "plan: the last bucket hides as well",
+        "plan/cost.py",
+        "max(compute + share * communication, share * compute + communication)",
+        "max(compute, communication)",
+        PLAN + "test_all_but_the_last_bucket_hides_behind_a_long_backward",
+    ),
+    Mutant(
+        "plan: the recommended window is one too long",
+        "plan/cost.py",
+        "range(max(1, about - 1), about + 2)",
+        "range(max(1, about + 1), about + 2)",
+        PLAN + "test_the_recommended_window_is_the_first_that_reaches_the_efficiency",
     ),
     # -- arguments
     Mutant("True is a number of steps", "_arguments.py", "isinstance(steps, bool) or ", "", MISTAKE + "[steps True]"),
