@@ -174,8 +174,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--rates", type=units.bandwidth, nargs="+", default=[1.25e8, 1.25e7], metavar="RATE", help="of the link")
-    add("--steps", type=units.count, nargs="+", default=[1, 4, 16], metavar="N", help="micro-batches per window")
-    add("--rounds", type=units.count, default=3, metavar="N", help="interleaved; medians are shown (default: 3)")
+    add("--steps", type=units.count, nargs="+", default=[1, 4, 8], metavar="N", help="micro-batches per window")
+    add("--rounds", type=units.count, default=5, metavar="N", help="interleaved; medians are shown (default: 5)")
     add("--wrapper", choices=("ddp", "fsdp2"), default="ddp", help="default: ddp")
     add("--layers", type=units.count, default=4, metavar="N", help="of the GPT (default: 4)")
     add("--width", type=units.count, default=256, metavar="N", help="a multiple of 8 (default: 256)")
