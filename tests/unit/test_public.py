@@ -38,6 +38,7 @@ MEMBERS = {
     "loss",
     "micro_steps",
     "optimizer_step",
+    "policy",
     "position",
     "reset",
     "scale",
