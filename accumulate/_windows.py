@@ -69,23 +69,21 @@ class Windows:
         padding = self.loops.enter()
         tally = self.open or self._new_tally()
         self._check_usable(tally)
-        reduce = due = tally.position + 1 >= tally.steps
-        if boundary is not None:
-            reduce = boundary
+        due = tally.position + 1 >= tally.steps
+        reduce = due if boundary is None else boundary
         tally.padding = padding
         if self._verifier is not None:
             self._verifier.enter(self.updates, tally, reduce, boundary is None and not tally.by_hand)
+        if padding:
+            self._drop.begin()
         begin(self._controls, reduce)
         if reduce:
             self._gradients.let_go()
         self._thread = threading.get_ident()
-        # Ranks that count alone may hold unequal windows when one is closed by hand; under batches() none is closed
-        # by hand where the plan closes it.
+        # Where ranks count alone, windows closed by hand may be unequal; under batches() the plan's end is not by hand.
         self._explicit = boundary is not None and (self.loops.handed is None or reduce != due)
         self.open, self.is_boundary = tally, reduce
         self._started = False
-        if tally.padding:
-            self._drop.begin()
 
     def leave(self, failed: bool) -> None:
         """End a micro-batch: put every flag back, then count it, close the window, or mark it broken."""

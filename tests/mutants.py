@@ -336,7 +336,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window that an exception broke goes on",
-        "_windows.py",
+        "_guards.py",
         "if tally.broken:",
         "if False:",
         CASES + "test_case_27_an_exception_in_the_first_micro_batch_breaks_the_window_too",
