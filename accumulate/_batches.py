@@ -77,7 +77,7 @@ class Batches(Generic[T]):
     def _hand_out(self, plan: Plan) -> Iterator[T]:
         """The batches of a plan, up to a boundary that comes earlier."""
         if self._windows.open is not None:
-            self._windows.open.extend(plan.steps)
+            self._windows.open.extend(plan)
         for index in range(plan.length):
             ends = index + 1 == plan.length
             batch, weight, padding = self._take()

@@ -6,6 +6,7 @@ scaled; a rank must not wait for the others' answer, so the question goes out on
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
@@ -16,7 +17,7 @@ from ._arguments import check_count
 from ._errors import AccumulateError, WindowError
 from ._ranks import Ranks, Sum
 
-__all__ = ["Extent", "Handed", "Plan", "Stream"]
+__all__ = ["Extent", "Handed", "Plan", "Rest", "Stream"]
 
 T = TypeVar("T")
 _UNKNOWN = -1
@@ -35,6 +36,22 @@ class Plan(NamedTuple):
     """Whether the window begins and ends with it, so that its counts are the window's."""
     weights: Sum | None
     """The sum over all ranks of what ``weight=fn`` counted in it."""
+
+
+class Rest(NamedTuple):
+    """What a window that was loaded half done has still to see, all ranks together, to be the one that was planned."""
+
+    length: int
+    real: int
+    weight: float | None
+
+    def is_what_comes(self, plan: Plan) -> bool:
+        """Whether ``plan`` is just that. Reads a sum of weights on the host."""
+        if (plan.length, plan.real) != (self.length, self.real):
+            return False
+        if self.weight is None:
+            return True
+        return plan.weights is not None and math.isclose(plan.weights.result().item(), self.weight, rel_tol=1e-9)
 
 
 class _Item(NamedTuple, Generic[T]):
@@ -145,6 +162,10 @@ class Extent(Generic[T]):
         (_, answer), self._asked = self._asked, None
         return [int(count) for count in answer.result().tolist()]
 
+    def has_more(self) -> bool:
+        """Whether this rank has another batch."""
+        return self._stream.available(1) > 0
+
     def is_empty(self) -> bool:
         """Whether no rank has another batch; waits for an answer that is on its way."""
         if self._asked is not None:
@@ -179,6 +200,11 @@ class Handed(Generic[T]):
     def is_last(self) -> bool:
         """Whether no rank is given another batch."""
         return self._ends_plan and self._extent.is_empty()
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether others have more batches in this window and this rank has not."""
+        return not self._ends_plan and not self._extent.has_more()
 
     def check_weight(self, weight: float | Tensor | None) -> None:
         """Raise if a loss's weight is another number than ``weight=fn`` counted, for its window is scaled already."""

@@ -48,6 +48,10 @@ class Loops:
             at = f"micro-batch {window.position} of {window.steps}"
             self._left = f"a batches() loop was left after {at}, by break or an exception"
 
+    def resume(self) -> None:
+        """A window has been loaded: the next loop may go on with it."""
+        self.handed, self._may_go_on, self._left = None, True, None
+
     def check(self) -> None:
         """Raise if a loop has left a window that nobody has closed or dropped."""
         if self._left:

@@ -42,6 +42,8 @@ class SyncControl(ABC):
     """What to watch for gradients cleared in mid-window, if the sums of an open window are not in ``.grad``."""
     before_another_backward: Callable[[], None] | None = None
     """Called at a boundary before the second and each later backward of the micro-batch."""
+    resume: Callable[[], None] | None = None
+    """Called when an open window's sums have been loaded into ``.grad``; None if they are kept elsewhere."""
     reduces_in_hooks = False
     """True if the wrapper itself hangs post-accumulate-grad hooks on its parameters; from others they are refused."""
     shard_group: ProcessGroup | None = None

@@ -16,9 +16,13 @@ class Updates:
 
     def __init__(self) -> None:
         self._taken: set[tuple[int, int]] = set()
+        self.done = 0
+        """The update that every optimizer had taken when the state was saved that has been loaded; 0 if none was."""
 
     def pending(self, optimizers: Sequence[Optimizer], update: int) -> list[Optimizer]:
         """Those of the optimizers that have not taken this update yet."""
+        if update == self.done:
+            return []
         return [optimizer for optimizer in optimizers if (id(optimizer), update) not in self._taken]
 
     def take(self, optimizers: Sequence[Optimizer], schedulers: Sequence[Steppable], update: int) -> None:

@@ -18,6 +18,7 @@ from ._guards import (
     not_inside,
     not_reduced,
     refuse_changed_gradients,
+    refuse_due,
     refuse_hooks,
     refuse_nested,
     unfinished,
@@ -58,7 +59,7 @@ class Windows:
         self._explicit = False
         self._started = False
         self._drop = Drop(self._controls, gradients)
-        self._correction = Correction(ranks, gradients)
+        self.correction = Correction(ranks, gradients)
         if not callable(steps):
             refuse_hooks(gradients, steps)
 
@@ -111,7 +112,7 @@ class Windows:
     def _fail(self, tally: Tally) -> None:
         """An exception left the block: the micro-batch is not counted, and may have left half a gradient behind."""
         self.is_boundary = False
-        self._correction.forget()
+        self.correction.forget()
         if not tally.broken and (
             self._started or any(c.disturbed for c in self._controls) or any(g.changed() for g in self._gradients)
         ):
@@ -130,7 +131,7 @@ class Windows:
         self.loops.check_weight(weight)
         scaled = tally.pad(loss, weight) if tally.padding else tally.term(loss, weight, reduction)
         if self.is_boundary and (self._explicit or not tally.is_exact):
-            self._correction.start(tally)
+            self.correction.start(tally)
         if tally.padding or not is_zero(weight):
             return scaled
         return self._drop.replace(scaled, self.is_boundary)
@@ -157,7 +158,7 @@ class Windows:
         self.loops.settle()
         tally = self.open or self._new_tally()
         self._check_usable(tally)
-        if not self._correction.agree(tally):
+        if not self.correction.agree(tally):
             self._let_go()
             return False
         tally.by_hand = self.is_boundary = True
@@ -177,7 +178,7 @@ class Windows:
         for gradients in self._gradients:
             gradients.drop()
         self.open, self.is_boundary = None, False
-        self._correction.forget()
+        self.correction.forget()
 
     def close(self) -> None:
         """Drop an open window and refuse every later block."""
@@ -213,24 +214,27 @@ class Windows:
                     control.flush()
                 elif not control.finish():
                     raise AccumulateError(not_reduced(name, control))
-            self._correction.apply(tally)
+            self.correction.apply(tally)
         except BaseException:
             tally.broken = "its last micro-batch could not be reduced"
             self.is_boundary = False
             raise
         finally:
-            self._correction.forget()
+            self.correction.forget()
             self._let_go()
         self.open, self.closed = None, tally
         self.updates += 1
+        for gradients in self._gradients:
+            gradients.close()
 
     def _new_tally(self) -> Tally:
         plan = self.loops.plan
         steps = self.lengths.of(self.updates) if plan is None else plan.steps
         refuse_hooks(self._gradients, steps)
+        refuse_due(self._gradients)
         for gradients in self._gradients:
             gradients.remember()
-        return Tally(steps, self._correction.mean_weight, plan, self.ranks.size)
+        return Tally(steps, self.correction.mean_weight, plan, self.ranks.size)
 
     def wanted(self) -> int:
         """The micro-batches that the open window still needs, or that the next one has."""

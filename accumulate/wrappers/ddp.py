@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from .._errors import AccumulateError
 from .._sync import SyncControl
-from ._ddp_reducer import Arm, reduce_all, refuse_options, refused
+from ._ddp_reducer import Arm, LocalSums, reduce_all, refuse_options, refused, unfinished, unreduced
 from ._outputs import Grads, ModuleHook, tensors_in, zeros_like
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ class DDPControl(SyncControl):
         self._inner_outputs: list[Tensor] = []
         self._noted: tuple[int, list[int]] | None = None
         self.before_another_backward = self._note
+        self.resume = self._expect_no_broadcast
+        self._local = LocalSums(module)
         self._cycles: list[Arm] = []
         self._late: list[Node] = []
         self._probe = next((p for p in module.parameters() if p.requires_grad), None)
@@ -138,6 +140,8 @@ class DDPControl(SyncControl):
         """Backward reached a forward that DDP armed itself."""
         self.disturbed = True
         self._armed += 1
+        if False in self._blocks:
+            self._local.keep()
         return zeros_like(grads) if self.drop else None
 
     def backward_reached(self, outputs: list[Tensor] | None, grads: Grads) -> Grads | None:
@@ -181,6 +185,13 @@ class DDPControl(SyncControl):
             self._hang_late()
         if self._leaves or self._cycles:
             self._break_cycles()
+        if self._local.kept:
+            self._local.put_back()
+            self._expect_no_broadcast()
+
+    def _expect_no_broadcast(self) -> None:
+        """Buffers have been broadcast in this window: not again before the next reduction."""
+        self._attributes["require_forward_param_sync"] = False
 
     def _probe_version(self) -> int:
         return -1 if self._probe is None or (grad := self._probe.grad) is None else grad._version
@@ -211,18 +222,9 @@ class DDPControl(SyncControl):
         try:
             self.ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
-            raise AccumulateError(
-                "a DistributedDataParallel parameter got no gradient in the boundary micro-batch, or one from outside "
-                "the module's forward: its bucket is not reduced and the ranks' gradients differ. Use every parameter "
-                "inside forward in each boundary micro-batch, or find_unused_parameters=True; then reset() and repeat "
-                "the window."
-            ) from error
+            raise unfinished() from error
         if self._noted is not None and self._noted[0] == self._armed and self._noted[1] != self._versions():
-            raise AccumulateError(
-                "the last loss of the boundary micro-batch reached parameters of DistributedDataParallel not through "
-                "its outputs, after the others were reduced, so ranks' gradients differ. Run its backward first or add "
-                "it to the other loss; then reset() and repeat the window."
-            )
+            raise unreduced()
         # DDP would do this (once, with a broadcast) in its next forward, which a rank without more data never reaches.
         self.ddp.reducer._rebuild_buckets()
         return True

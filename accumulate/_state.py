@@ -1,0 +1,230 @@
+"""Saving an accumulator between two micro-batches and loading it elsewhere, bit for bit.
+
+What forced this design:
+
+- In mid-window each rank's gradients and losses are its own: a state belongs to the rank that saved it, and partial
+  gradients fit only the model, the wrappers and the window length that they were made with.
+- A rank that cannot load must not leave the others waiting in its next collective: all load, or none does.
+- Whatever is wrong with a state, it is found before anything is changed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed as dist
+
+from ._agreement import Report, agree, exchange, expect_rest
+from ._errors import WindowError
+from ._gradients import Gradients
+from ._guards import refuse_changed_gradients
+from ._scaling import precise
+from ._schema import VERSION, check_gradients, check_state, describe, differences
+from ._sync import Found
+from ._tally import Tally
+from ._update import Updates
+from ._windows import Windows
+
+__all__ = ["State"]
+
+
+class State:
+    """Saves and loads what one accumulator knows, its partial gradients included."""
+
+    def __init__(
+        self, windows: Windows, gradients: Sequence[Gradients], found: Sequence[Found], updates: Updates, **facts: Any
+    ) -> None:
+        self._windows = windows
+        self._gradients = gradients
+        self._found = found
+        self._updates = updates
+        self._facts = facts
+        """What has to be the same in mid-window, by the names that messages give them."""
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def save(self, gradients: bool, grad_norm: Tensor | None) -> dict[str, object]:
+        """Everything as plain numbers, strings and copies of tensors."""
+        windows = self._windows
+        windows.refuse_inside("state_dict")
+        tally, closed = windows.open, windows.closed
+        if tally is not None:
+            self._refuse_to_save(tally, gradients)
+        due = tally is None and windows.is_boundary and gradients and self._is_due()
+        whole = tally is not None or due
+        return {
+            "version": VERSION,
+            "rank": _rank(),
+            "ranks": windows.ranks.size,
+            "updates": windows.updates,
+            "micro_steps": windows.micro_steps,
+            "is_boundary": windows.is_boundary,
+            "mean_weight": _copy(windows.correction.mean_weight),
+            "grad_norm": _copy(grad_norm),
+            "closed": None if closed is None else closed.state(),
+            "open": None if tally is None else tally.state(),
+            "fits": self._fits(windows.updates) if whole else None,
+            "gradients": {each.name: _sums(each) for each in self._gradients} if whole else None,
+        }
+
+    def _refuse_to_save(self, tally: Tally, gradients: bool) -> None:
+        at = f"state_dict() after micro-batch {tally.position} of {tally.steps}"
+        if tally.broken:
+            raise WindowError(f"{at}: this window is broken: {tally.broken}. Call reset() to drop it, then save.")
+        if not gradients:
+            raise WindowError(
+                f"{at} with gradients=False, which would lose the window's partial gradients. Save when is_boundary is "
+                "true, or with gradients=True."
+            )
+        if what := self._not_in_grad():
+            raise WindowError(f"{at}: {what}. Save when is_boundary is true, for instance after flush().")
+        handed = self._windows.loops.handed
+        if handed is not None and handed.is_left_behind:
+            raise WindowError(
+                f"{at}: this rank has no batch left in this window although others have, so no loop could go on from "
+                "here. Save when is_boundary is true."
+            )
+        refuse_changed_gradients(self._gradients, tally)
+
+    def _not_in_grad(self) -> str | None:
+        """What is not whole in ``.grad`` of this rank, in words."""
+        for name, control in self._found:
+            if control.resume is None:
+                return f"the sums of {name} ({type(control.module).__name__}) are not whole in .grad of each rank"
+        for each in self._gradients:
+            for name, param in each.named.items():
+                if param.grad is not None and type(param.grad) is not Tensor:
+                    return f"the gradient of {each.name}.{name} is a {type(param.grad).__name__}, not a plain tensor"
+        return None
+
+    def _is_due(self) -> bool:
+        """Whether the closed window's gradient still waits for its update, and can be saved."""
+        if not any(each.is_due for each in self._gradients):
+            return False
+        if (what := self._not_in_grad()) is None:
+            return True
+        warnings.warn(
+            f"the gradient of the closed window is not saved: {what}. Save after the update, or with gradients=False.",
+            stacklevel=4,
+        )
+        return False
+
+    def _fits(self, updates: int) -> dict[str, object]:
+        """What a partial gradient fits."""
+        parameters = {each.name: {k: describe(p) for k, p in each.named.items()} for each in self._gradients}
+        return {"steps": self._windows.lengths.of(updates), **self._facts, "parameters": parameters}
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load(self, state: object) -> Tensor | None:
+        """Take over a state on every rank, or change nothing on any; returns its gradient norm."""
+        problem: Exception | None = None
+        ready: dict[str, Any] = {}
+        try:
+            ready = self._prepare(state)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are waiting to hear of it
+            problem = error
+        mine = self._report(ready, problem)
+        every = exchange(self._windows.ranks.groups, mine)
+        if problem is not None:
+            raise problem
+        agree(every)
+        self._take_over(ready, every)
+        grad_norm: Tensor | None = _moved(ready["grad_norm"], self._gradients[0].device)
+        return grad_norm
+
+    def _prepare(self, state: object) -> dict[str, Any]:
+        """The checked state, its tensors copied to where they are needed."""
+        windows = self._windows
+        windows.check_idle("load_state_dict")
+        if windows.loops.running is not None:
+            raise WindowError("load_state_dict() inside a batches() loop; load before the loop begins")
+        if windows.open is not None:
+            raise WindowError(
+                f"load_state_dict() while a window is open after micro-batch {windows.open.position} of "
+                f"{windows.open.steps}; call reset() first to drop it."
+            )
+        ready = check_state(state)
+        if ready["fits"] is not None:
+            self._refuse_misfit(ready)
+            ready["gradients"] = self._prepared_gradients(ready["gradients"])
+        device, mean = windows.ranks.device, _moved(ready["mean_weight"], windows.ranks.device)
+        for name in ("open", "closed"):
+            if ready[name] is not None:
+                moved = {key: _moved(value, device) for key, value in ready[name].items()}
+                ready[name] = Tally.restored(moved, mean, windows.ranks.size)
+        return {**ready, "mean_weight": mean}
+
+    def _refuse_misfit(self, state: dict[str, Any]) -> None:
+        ours = {"rank": _rank(), "ranks": self._windows.ranks.size, **self._fits(state["updates"])}
+        theirs = {"rank": state["rank"], "ranks": state["ranks"], **state["fits"]}
+        if not (found := list(differences(theirs, ours))):
+            return
+        shown = "; ".join(found[:4]) + (f"; and {len(found) - 4} more" if len(found) > 4 else "")
+        raise WindowError(
+            f"the state has partial gradients, which fit only where they were made: {shown}. Each rank loads the state "
+            "that it saved, into an Accumulator made with the same arguments; a state saved after an update fits any."
+        )
+
+    def _prepared_gradients(self, loaded: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+        prepared = {}
+        for each in self._gradients:
+            given = loaded.get(each.name)
+            if type(given) is not dict or len(loaded) != len(self._gradients):
+                raise ValueError(
+                    f"state['gradients'] must have one dict for each model, got {sorted(map(repr, loaded))}"
+                )
+            check_gradients(given, each.named, each.name)
+            prepared[each.name] = {k: g.detach().to(each.named[k].device, copy=True) for k, g in given.items()}
+        return prepared
+
+    def _report(self, ready: dict[str, Any], problem: Exception | None) -> Report:
+        if problem is not None:
+            return Report(_rank(), f"{type(problem).__name__}: {problem}", 0, None, False, None)
+        mean, tally = ready["mean_weight"], ready["open"]
+        own = (ready["rank"], ready["ranks"]) == (_rank(), self._windows.ranks.size)
+        seen = None if tally is None else (tally.real, float(tally.totals()[0]))
+        return Report(_rank(), None, ready["updates"], None if mean is None else float(mean), own, seen)
+
+    def _take_over(self, ready: dict[str, Any], every: Sequence[Report]) -> None:
+        windows, tally = self._windows, ready["open"]
+        windows.updates, windows.micro_steps = ready["updates"], ready["micro_steps"]
+        windows.is_boundary, windows.open = ready["is_boundary"], tally
+        windows.closed = ready["closed"] if all(report.is_own for report in every) else None
+        windows.correction.mean_weight = ready["mean_weight"]
+        if tally is not None:
+            windows.loops.resume()
+            expect_rest(tally, every)
+        due = tally is None and ready["gradients"] is not None
+        self._updates.done = 0 if tally is not None or due else ready["updates"]
+        for each in self._gradients if ready["gradients"] is not None else ():
+            for name, param in each.named.items():
+                param.grad = ready["gradients"][each.name].get(name)
+            each.remember()
+            each.close()
+            each.was_loaded = due
+        for _, control in self._found if tally is not None else ():
+            assert control.resume is not None  # else wrappers would differ from those that the state was saved with
+            control.resume()
+
+
+def _sums(gradients: Gradients) -> dict[str, Tensor]:
+    return {name: p.grad.detach().clone() for name, p in gradients.named.items() if p.grad is not None}
+
+
+def _copy(value: float | Tensor | None) -> float | Tensor | None:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A copy of a tensor on ``device``, in float32 where that has no float64."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to(device, precise(device) if value.dtype == torch.float64 else value.dtype, copy=True)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
