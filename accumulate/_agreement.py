@@ -28,6 +28,8 @@ class Report(NamedTuple):
     """Whether this rank saved it, among as many as there are now."""
     open: tuple[int, float] | None
     """The micro-batches of its open window that count, and their weight."""
+    reordered: set[str]
+    """The wrappers that would add up in another order than before."""
 
 
 def exchange(groups: Sequence[ProcessGroup], mine: Report) -> list[Report]:

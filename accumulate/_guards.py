@@ -87,8 +87,8 @@ def refuse_due(several: Sequence[Gradients]) -> None:
         if gradients.was_loaded and gradients.is_due:
             raise WindowError(
                 f"a new window while {gradients.name} still has the gradient that was loaded: it was saved "
-                "between the close of a window and its update. Take the update first, with optimizer_step() or by hand, "
-                "or drop it with zero_grad()."
+                "between the close of a window and its update. Take the update first (optimizer_step()), or drop it "
+                "with zero_grad()."
             )
         gradients.was_loaded = False
 

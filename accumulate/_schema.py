@@ -28,6 +28,7 @@ _STATE: Fields = {
     "grad_norm": (Tensor, _ABSENT),
     "closed": (dict, _ABSENT),
     "open": (dict, _ABSENT),
+    "orders": (dict,),
     "fits": (dict, _ABSENT),
     "gradients": (dict, _ABSENT),
 }
@@ -53,6 +54,9 @@ def check_state(state: object) -> dict[str, Any]:
         raise ValueError("state has an open window without its gradients")
     if checked["open"] is not None and checked["is_boundary"]:
         raise ValueError("state has an open window and is at a boundary, which cannot both be")
+    for name, order in checked["orders"].items():
+        if type(order) is not list or not all(type(index) is int for index in order):
+            raise TypeError(f"state['orders'][{name!r}] must be a list of int, got {order!r}")
     if checked["fits"] is not None:
         _check(checked["fits"], _FITS, "state['fits']")
     return checked

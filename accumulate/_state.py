@@ -66,6 +66,7 @@ class State:
             "grad_norm": _copy(grad_norm),
             "closed": None if closed is None else closed.state(),
             "open": None if tally is None else tally.state(),
+            "orders": {name: c.resuming.order() for name, c in self._found if c.resuming is not None},
             "fits": self._fits(windows.updates) if whole else None,
             "gradients": {each.name: _sums(each) for each in self._gradients} if whole else None,
         }
@@ -92,7 +93,7 @@ class State:
     def _not_in_grad(self) -> str | None:
         """What is not whole in ``.grad`` of this rank, in words."""
         for name, control in self._found:
-            if control.resume is None:
+            if control.resuming is None:
                 return f"the sums of {name} ({type(control.module).__name__}) are not whole in .grad of each rank"
         for each in self._gradients:
             for name, param in each.named.items():
@@ -183,14 +184,19 @@ class State:
 
     def _report(self, ready: dict[str, Any], problem: Exception | None) -> Report:
         if problem is not None:
-            return Report(_rank(), f"{type(problem).__name__}: {problem}", 0, None, False, None)
-        mean, tally = ready["mean_weight"], ready["open"]
+            return Report(_rank(), f"{type(problem).__name__}: {problem}", 0, None, False, None, set())
+        mean, tally, orders = ready["mean_weight"], ready["open"], ready["orders"]
         own = (ready["rank"], ready["ranks"]) == (_rank(), self._windows.ranks.size)
         seen = None if tally is None else (tally.real, float(tally.totals()[0]))
-        return Report(_rank(), None, ready["updates"], None if mean is None else float(mean), own, seen)
+        resuming = {name: c.resuming for name, c in self._found if c.resuming is not None and name in orders}
+        reordered = {name for name, each in resuming.items() if each.can_restore(orders[name])}
+        return Report(_rank(), None, ready["updates"], None if mean is None else float(mean), own, seen, reordered)
 
     def _take_over(self, ready: dict[str, Any], every: Sequence[Report]) -> None:
         windows, tally = self._windows, ready["open"]
+        for name, control in self._found:
+            if control.resuming is not None and all(name in report.reordered for report in every):
+                control.resuming.restore(ready["orders"][name])
         windows.updates, windows.micro_steps = ready["updates"], ready["micro_steps"]
         windows.is_boundary, windows.open = ready["is_boundary"], tally
         windows.closed = ready["closed"] if all(report.is_own for report in every) else None
@@ -207,8 +213,8 @@ class State:
             each.close()
             each.was_loaded = due
         for _, control in self._found if tally is not None else ():
-            assert control.resume is not None  # else wrappers would differ from those that the state was saved with
-            control.resume()
+            assert control.resuming is not None  # else the wrappers were not those that the state was saved with
+            control.resuming.loaded()
 
 
 def _sums(gradients: Gradients) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from typing_extensions import override
 from .._errors import AccumulateError
 from .._sync import SyncControl
 from ._ddp_reducer import Arm, LocalSums, reduce_all, refuse_options, refused, unfinished, unreduced
+from ._ddp_resume import DDPResuming
 from ._outputs import Grads, ModuleHook, tensors_in, zeros_like
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class DDPControl(SyncControl):
         self._inner_outputs: list[Tensor] = []
         self._noted: tuple[int, list[int]] | None = None
         self.before_another_backward = self._note
-        self.resume = self._expect_no_broadcast
+        self.resuming = DDPResuming(module, self._arm)
         self._local = LocalSums(module)
         self._cycles: list[Arm] = []
         self._late: list[Node] = []
@@ -187,11 +188,7 @@ class DDPControl(SyncControl):
             self._break_cycles()
         if self._local.kept:
             self._local.put_back()
-            self._expect_no_broadcast()
-
-    def _expect_no_broadcast(self) -> None:
-        """Buffers have been broadcast in this window: not again before the next reduction."""
-        self._attributes["require_forward_param_sync"] = False
+            self._attributes["require_forward_param_sync"] = False  # buffers have been broadcast for this window
 
     def _probe_version(self) -> int:
         return -1 if self._probe is None or (grad := self._probe.grad) is None else grad._version
