@@ -21,14 +21,14 @@ class Report(NamedTuple):
     """What the others have to know about the state that one rank is about to load."""
 
     rank: int
-    problem: str | None
-    updates: int
-    mean_weight: float | None
-    is_own: bool
+    problem: str | None = None
+    updates: int = 0
+    mean_weight: float | None = None
+    is_own: bool = False
     """Whether this rank saved it, among as many as there are now."""
-    open: tuple[int, float] | None
+    open: tuple[int, float] | None = None
     """The micro-batches of its open window that count, and their weight."""
-    reordered: set[str]
+    reordered: frozenset[str] = frozenset()
     """The wrappers that would add up in another order than before."""
 
 

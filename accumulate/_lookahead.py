@@ -203,8 +203,8 @@ class Handed(Generic[T]):
 
     @property
     def is_left_behind(self) -> bool:
-        """Whether others have more batches in this window and this rank has not."""
-        return not self._ends_plan and not self._extent.has_more()
+        """Whether others have more batches in this window and this rank has none that counts."""
+        return not self._ends_plan and (self.is_done or self.is_padding) and not self._extent.has_more()
 
     def check_weight(self, weight: float | Tensor | None) -> None:
         """Raise if a loss's weight is another number than ``weight=fn`` counted, for its window is scaled already."""

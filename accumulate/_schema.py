@@ -50,10 +50,10 @@ def check_state(state: object) -> dict[str, Any]:
             _check_window(checked[name], f"state[{name!r}]")
     if (checked["fits"] is None) != (checked["gradients"] is None):
         raise ValueError("state has only one of 'fits' and 'gradients', which belong together")
-    if checked["gradients"] is None and checked["open"] is not None:
-        raise ValueError("state has an open window without its gradients")
-    if checked["open"] is not None and checked["is_boundary"]:
-        raise ValueError("state has an open window and is at a boundary, which cannot both be")
+    if checked["open"] is not None and (checked["gradients"] is None or checked["is_boundary"]):
+        raise ValueError("state has an open window without its gradients, or at a boundary, where none is open")
+    if checked["open"] is None and checked["gradients"] is not None and not checked["is_boundary"]:
+        raise ValueError("state has gradients of no window: none is open, and it is not at a boundary")
     for name, order in checked["orders"].items():
         if type(order) is not list or not all(type(index) is int for index in order):
             raise TypeError(f"state['orders'][{name!r}] must be a list of int, got {order!r}")

@@ -122,19 +122,17 @@ class State:
 
     def load(self, state: object) -> Tensor | None:
         """Take over a state on every rank, or change nothing on any; returns its gradient norm."""
-        problem: Exception | None = None
-        ready: dict[str, Any] = {}
+        groups = self._windows.ranks.groups
         try:
             ready = self._prepare(state)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks are waiting to hear of it
-            problem = error
-        mine = self._report(ready, problem)
-        every = exchange(self._windows.ranks.groups, mine)
-        if problem is not None:
-            raise problem
+            mine = self._report(ready)
+        except Exception as error:
+            exchange(groups, Report(_rank(), f"{type(error).__name__}: {error}"))  # for which the others are waiting
+            raise
+        every = exchange(groups, mine)
         agree(every)
         self._take_over(ready, every)
-        grad_norm: Tensor | None = _moved(ready["grad_norm"], self._gradients[0].device)
+        grad_norm: Tensor | None = ready["grad_norm"]
         return grad_norm
 
     def _prepare(self, state: object) -> dict[str, Any]:
@@ -152,12 +150,16 @@ class State:
         if ready["fits"] is not None:
             self._refuse_misfit(ready)
             ready["gradients"] = self._prepared_gradients(ready["gradients"])
-        device, mean = windows.ranks.device, _moved(ready["mean_weight"], windows.ranks.device)
+        here, summed = self._gradients[0].device, windows.ranks.device  # where losses are, and where weights are summed
+        ready["mean_weight"], ready["grad_norm"] = (
+            _moved(ready["mean_weight"], summed),
+            _moved(ready["grad_norm"], here),
+        )
         for name in ("open", "closed"):
-            if ready[name] is not None:
-                moved = {key: _moved(value, device) for key, value in ready[name].items()}
-                ready[name] = Tally.restored(moved, mean, windows.ranks.size)
-        return {**ready, "mean_weight": mean}
+            if (given := ready[name]) is not None:
+                moved = {k: _moved(value, here if k in ("losses", "means") else summed) for k, value in given.items()}
+                ready[name] = Tally.restored(moved, ready["mean_weight"], windows.ranks.size)
+        return ready
 
     def _refuse_misfit(self, state: dict[str, Any]) -> None:
         ours = {"rank": _rank(), "ranks": self._windows.ranks.size, **self._fits(state["updates"])}
@@ -182,14 +184,12 @@ class State:
             prepared[each.name] = {k: g.detach().to(each.named[k].device, copy=True) for k, g in given.items()}
         return prepared
 
-    def _report(self, ready: dict[str, Any], problem: Exception | None) -> Report:
-        if problem is not None:
-            return Report(_rank(), f"{type(problem).__name__}: {problem}", 0, None, False, None, set())
+    def _report(self, ready: dict[str, Any]) -> Report:
         mean, tally, orders = ready["mean_weight"], ready["open"], ready["orders"]
         own = (ready["rank"], ready["ranks"]) == (_rank(), self._windows.ranks.size)
         seen = None if tally is None else (tally.real, float(tally.totals()[0]))
         resuming = {name: c.resuming for name, c in self._found if c.resuming is not None and name in orders}
-        reordered = {name for name, each in resuming.items() if each.can_restore(orders[name])}
+        reordered = frozenset(name for name, each in resuming.items() if each.can_restore(orders[name]))
         return Report(_rank(), None, ready["updates"], None if mean is None else float(mean), own, seen, reordered)
 
     def _take_over(self, ready: dict[str, Any], every: Sequence[Report]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import warnings
 from collections.abc import Callable
@@ -10,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from accumulate import AccumulateError, Accumulator, WindowError
-from distributed.arrangements import ARRANGEMENTS, BY_NAME, Arrangement, ddp
+from accumulate import Accumulator
+from distributed.arrangements import ARRANGEMENTS, BY_NAME, Arrangement
 from distributed.battery import LR, clear, learning, microbatch, parts
-from support.loops import plain_net, rank
+from support.loops import rank
 from support.oracle import mean_square
-from support.ranks import Pool, on_ranks
+from support.ranks import Pool
 
 STEPS, UPDATES = 3, 3
 MID_WINDOW = ("none", "DDP", "several")
