@@ -162,10 +162,6 @@ class Extent(Generic[T]):
         (_, answer), self._asked = self._asked, None
         return [int(count) for count in answer.result().tolist()]
 
-    def has_more(self) -> bool:
-        """Whether this rank has another batch."""
-        return self._stream.available(1) > 0
-
     def is_empty(self) -> bool:
         """Whether no rank has another batch; waits for an answer that is on its way."""
         if self._asked is not None:
@@ -200,11 +196,6 @@ class Handed(Generic[T]):
     def is_last(self) -> bool:
         """Whether no rank is given another batch."""
         return self._ends_plan and self._extent.is_empty()
-
-    @property
-    def is_left_behind(self) -> bool:
-        """Whether others have more batches in this window and this rank has none that counts."""
-        return not self._ends_plan and (self.is_done or self.is_padding) and not self._extent.has_more()
 
     def check_weight(self, weight: float | Tensor | None) -> None:
         """Raise if a loss's weight is another number than ``weight=fn`` counted, for its window is scaled already."""

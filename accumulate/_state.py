@@ -82,12 +82,6 @@ class State:
             )
         if what := self._not_in_grad():
             raise WindowError(f"{at}: {what}. Save when is_boundary is true, for instance after flush().")
-        handed = self._windows.loops.handed
-        if handed is not None and handed.is_left_behind:
-            raise WindowError(
-                f"{at}: this rank has no batch left in this window although others have, so no loop could go on from "
-                "here. Save when is_boundary is true."
-            )
         refuse_changed_gradients(self._gradients, tally)
 
     def _not_in_grad(self) -> str | None:
