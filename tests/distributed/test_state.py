@@ -44,7 +44,8 @@ class Run:
     def __init__(self, row: Arrangement, weighted: bool) -> None:
         self.row, self.weighted = row, weighted
         self.model = row.build()
-        self.optimizer = torch.optim.SGD(learning(row, self.model), lr=LR, momentum=0.9)
+        self.params = learning(row, self.model)
+        self.optimizer = torch.optim.SGD(self.params, lr=LR, momentum=0.9)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=f".*{row.warns or 'nothing to ignore'}")
             self.acc = Accumulator(self.model, STEPS)
@@ -63,7 +64,8 @@ class Run:
         """Everything, as a checkpoint file has it."""
         file = io.BytesIO()
         weights = [t.clone() for t in pieces(self.model)]
-        momenta = [local(s["momentum_buffer"]).clone() for s in self.optimizer.state.values()]
+        state = {index: self.optimizer.state[p] for index, p in enumerate(self.params) if p in self.optimizer.state}
+        momenta = {index: local(each["momentum_buffer"]).clone() for index, each in state.items()}
         torch.save({"weights": weights, "momenta": momenta, "acc": self.acc.state_dict()}, file)
         return file.getvalue()
 
@@ -72,9 +74,10 @@ class Run:
         with torch.no_grad():
             for mine, theirs in zip(pieces(self.model), found["weights"], strict=True):
                 mine.copy_(theirs)
-            for param, momentum in zip(self.optimizer.param_groups[0]["params"], found["momenta"], strict=False):
-                self.optimizer.state[param]["momentum_buffer"] = param.detach().clone()
-                local(self.optimizer.state[param]["momentum_buffer"]).copy_(momentum)
+            for index, momentum in found["momenta"].items():
+                buffer = self.params[index].detach().clone()
+                local(buffer).copy_(momentum)
+                self.optimizer.state[self.params[index]]["momentum_buffer"] = buffer
         self.acc.load_state_dict(found["acc"])
 
     def result(self) -> dict[str, Any]:
