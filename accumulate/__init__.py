@@ -1,11 +1,11 @@
 """Gradient accumulation for hand-written PyTorch loops: N micro-batches, one exact gradient, one reduction."""
 
 from ._accumulator import Accumulator
+from ._check import check
 from ._contexts import no_sync
 from ._errors import AccumulateError, UnsupportedWrapperError, WindowError
 from ._sync import SyncControl, register
-
-__version__ = "0.1.0"
+from ._version import __version__
 
 __all__ = [
     "AccumulateError",
@@ -14,6 +14,7 @@ __all__ = [
     "UnsupportedWrapperError",
     "WindowError",
     "__version__",
+    "check",
     "no_sync",
     "register",
 ]

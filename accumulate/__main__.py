@@ -1,4 +1,4 @@
-"""The command line: ``python -m accumulate bench``."""
+"""The command line: ``python -m accumulate bench``, ``check`` and ``plan``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from accumulate.bench import arguments, plot, progress
 from accumulate.bench.ranks import RankError
+from accumulate.checking import command as checking
+from accumulate.plan import arguments as plan_arguments, command as plan_command
 
 if TYPE_CHECKING:
     from accumulate.bench.measure import Result
@@ -35,10 +37,18 @@ def main(given: Sequence[str] | None = None) -> int:
     text = "compare reducing always, once by hand, and once by accumulate, on this machine"
     bench = commands.add_parser("bench", help=text)
     arguments.declare(bench)
+    check = commands.add_parser("check", help="compare micro-batches with one big batch, on your model")
+    checking.declare(check)
+    plan = commands.add_parser("plan", help="how long a window a cluster needs, computed before you rent it")
+    plan_arguments.declare(plan)
     parsed = parser.parse_args(given)
     if parsed.command is None:
         parser.print_help()
         return 2
+    if parsed.command == "check":
+        return checking.run(parsed, check)
+    if parsed.command == "plan":
+        return plan_command.run(parsed, plan)
     return _bench(parsed, bench)
 
 

@@ -7,11 +7,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from typing_extensions import Self, Unpack
 
 from . import _arguments as arguments
 from ._advice import batch_statistics, local_gradients
+from ._amp import FIRST_WEIGHT, Amp
 from ._batches import Batches
 from ._contexts import Block
 from ._gradients import Gradients, total_norm
@@ -21,6 +24,8 @@ from ._state import State
 from ._sync import Found, find, release
 from ._typing import BackwardOptions, Optimizer, Steppable
 from ._update import Updates
+from ._verify import Verifier
+from ._version import __version__
 from ._windows import Windows
 
 if TYPE_CHECKING:
@@ -36,8 +41,11 @@ class Accumulator(Reports):
 
     ``model`` is a module or several; ``steps`` the micro-batches of one window: an int >= 1, or a callable of the
     update index, read once when a window opens. ``policy`` says what sharded wrappers keep between micro-batches
-    ("balanced" is the only one so far). ``group`` overrules the ranks over which weights are summed (default: those
-    that the wrapper averages over). Construct it on every rank, once the model is wrapped and its weights are loaded.
+    ("balanced" is the only one so far). ``scaler`` is a ``torch.amp.GradScaler`` (of one or more accumulators): losses
+    are then multiplied by its factor, and ``.grad`` holds it until the gradients are unscaled. ``group`` overrules the
+    ranks over which weights are summed (default: those that the wrapper averages over). ``verify=True`` compares
+    windows and gradients over the ranks at each boundary, and raises on all of them; a number is how many seconds one
+    waits for the others (True: 300). Construct it on every rank, once the model is wrapped and its weights are loaded.
 
     Raises ``TypeError`` or ``ValueError`` for a wrong argument, :class:`UnsupportedWrapperError` for a
     wrapper that cannot be steered, :class:`AccumulateError` if ranks disagree.
@@ -49,28 +57,39 @@ class Accumulator(Reports):
         steps: int | Callable[[int], int] = 1,
         *,
         policy: str = "balanced",
+        scaler: GradScaler | None = None,
         group: ProcessGroup | None = None,
+        verify: bool | float = False,
     ) -> None:
         models = arguments.as_models(model)
         steps = arguments.check_setting(steps)
         self._policy = arguments.check_policy(policy)
+        scaler = arguments.check_scaler(scaler)
         self._found = find(models)
         try:
             gradients = [Gradients(name, each, self._found) for name, each in models.items()]
             ranks = Ranks(self._found, group, gradients[0].device)
             shown = "a callable" if callable(steps) else steps
-            ranks.agree(steps=shown, policy=policy, wrappers=self._wrappers())
-            self._windows = Windows(steps, self._found, gradients, ranks)
+            versions = f"accumulate {__version__}, torch {torch.__version__}"
+            scales = None if scaler is None else f"{type(scaler).__name__} at {scaler.get_scale()}"
+            wrappers = self._wrappers()
+            ranks.agree(steps=shown, policy=policy, wrappers=wrappers, versions=versions, scaler=scales)
+            seconds = arguments.check_verify(verify)
+            verifier = Verifier(ranks, self._found, seconds) if seconds else None
+            guess = None if scaler is None else FIRST_WEIGHT
+            self._windows = Windows(steps, self._found, gradients, ranks, models, verifier, guess)
         except BaseException:
             release(self._found)
             raise
-        self._detach = weakref.finalize(self, _detach, self._windows, self._found)  # by close(), or when collected
+        self._amp = None if scaler is None else Amp(scaler, self._windows, gradients, ranks)
+        self._detach = weakref.finalize(self, _detach, self._windows, self._found, self._amp)  # or by close()
         self._detach.atexit = False
         self._gradients = gradients
         self._models = list(models.values())
         self._grad_norm: Tensor | None = None
-        self._updates = Updates()
-        facts = {"policy": policy, "wrappers": self._wrappers()}
+        self._term = self._windows.term if self._amp is None else self._amp.term
+        self._updates = Updates(self._amp)
+        facts = {"policy": policy, "scaler": None if scaler is None else type(scaler).__name__, "wrappers": wrappers}
         self._state = State(self._windows, gradients, self._found, self._updates, **facts)
         advice = [] if steps == 1 else [*batch_statistics(models.values())]
         if group is None:
@@ -87,6 +106,8 @@ class Accumulator(Reports):
         open already, if the window is broken, or if gradients were cleared or changed since the last block;
         :class:`AccumulateError` on leaving a boundary if a wrapper did not reduce.
         """
+        if self._amp is not None:
+            self._amp.settle()
         return Block(self._windows, arguments.check_boundary(boundary))
 
     def backward(
@@ -108,7 +129,7 @@ class Accumulator(Reports):
         arguments.check_loss(loss)
         if weight is not None or reduction != "mean":
             weight = arguments.check_weight(weight, reduction)
-        scaled = self._windows.term(loss, weight, reduction)
+        scaled = self._term(loss, weight, reduction)
         if self._windows.begin_backward(retain=bool(kwargs)):
             try:
                 scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no annotations here
@@ -119,7 +140,7 @@ class Accumulator(Reports):
     def scale(self, loss: Tensor, weight: float | Tensor | None = None, reduction: str = "mean") -> Tensor:
         """The loss as :meth:`backward` would run it, for code that has its own backward call; counts it once."""
         arguments.check_loss(loss)
-        return self._windows.term(loss, arguments.check_weight(weight, reduction), reduction)
+        return self._term(loss, arguments.check_weight(weight, reduction), reduction)
 
     def batches(
         self,
@@ -148,7 +169,10 @@ class Accumulator(Reports):
         empty takes part where its wrapper can (DDP without buffers). Reads one small vector on the host. Raises
         :class:`WindowError` inside a block.
         """
-        return self._windows.flush()
+        closed = self._windows.flush()
+        if closed and self._amp is not None:
+            self._amp.share_factor()
+        return closed
 
     def reset(self) -> None:
         """Drop an open window: its count, its weights and its gradients, sums that FSDP2 hides included.
@@ -177,7 +201,8 @@ class Accumulator(Reports):
         self._windows.require_boundary("clip_grad_norm_")
         if not max_norm >= 0:
             raise ValueError(f"max_norm must be at least 0, got {max_norm!r}")
-        self._grad_norm = total_norm(self._gradients, float(norm_type))
+        without_factor = {} if self._amp is None else {"norms_of": self._amp.norms}
+        self._grad_norm = total_norm(self._gradients, float(norm_type), **without_factor)
         for gradients in self._gradients:
             gradients.clip(max_norm, self._grad_norm)
         return self._grad_norm
@@ -199,9 +224,7 @@ class Accumulator(Reports):
         pending = self._updates.pending(optimizers, self.updates)
         if pending and max_norm is not None:
             self.clip_grad_norm_(max_norm)
-        if pending:
-            self._updates.take(pending, schedulers, self.updates)
-        return bool(pending)
+        return bool(pending) and self._updates.take(pending, schedulers, self.updates)
 
     def state_dict(self, gradients: bool = True) -> dict[str, object]:
         """Everything needed to go on elsewhere, bit for bit, as numbers, strings and copies of tensors.
@@ -243,7 +266,9 @@ class Accumulator(Reports):
             warnings.warn(f"a window of {lost} micro-batches was dropped; call flush() first to use them", stacklevel=2)
 
 
-def _detach(windows: Windows, found: Sequence[Found]) -> None:
+def _detach(windows: Windows, found: Sequence[Found], amp: Amp | None) -> None:
     """Leave the model as it was found; not a method, so that it can run when the accumulator has gone."""
     windows.close()
     release(found)
+    if amp is not None:
+        amp.release()

@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from ._errors import AccumulateError
 from ._scaling import precise
@@ -17,13 +18,17 @@ __all__ = [
     "check_count",
     "check_loss",
     "check_policy",
+    "check_scaler",
     "check_steps",
+    "check_verify",
     "check_weight",
     "is_zero",
     "refuse_optimizer_in_backward",
 ]
 
 POLICIES = ("balanced",)
+PATIENCE = 300.0
+"""Seconds that ``verify=True`` waits for the other ranks."""
 
 
 def as_models(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
@@ -67,6 +72,17 @@ def check_policy(policy: str) -> str:
     return policy
 
 
+def check_verify(verify: float) -> float:
+    """How many seconds a rank waits for the others at a boundary; 0 for never looking."""
+    if verify is True:
+        return PATIENCE
+    if not isinstance(verify, numbers.Real):
+        raise TypeError(f"verify must be True, False or the seconds to wait for other ranks, got {verify!r}")
+    if not 0 <= verify < math.inf:
+        raise ValueError(f"verify must be a finite number of seconds, at least 0, got {verify!r}")
+    return float(verify)
+
+
 def check_batches(iterable: object, weight: object, last: str) -> None:
     """The arguments of ``batches()``, before anything is pulled."""
     if not (hasattr(type(iterable), "__iter__") or hasattr(type(iterable), "__getitem__")):
@@ -80,6 +96,13 @@ def check_batches(iterable: object, weight: object, last: str) -> None:
             "weight=fn counts a window ahead, and with last='carry' the rest of a window is not known yet. Use "
             "last='close', or pass weights to backward() instead."
         )
+
+
+def check_scaler(scaler: GradScaler | None) -> GradScaler | None:
+    """The scaler if it scales; a disabled one is none."""
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler (or a ShardedGradScaler) or None, got {scaler!r}")
+    return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def check_boundary(boundary: bool | None) -> bool | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, TypeVar
+import copy
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -35,7 +36,8 @@ class Batches(Generic[T]):
         self._weight = weight
         layers = [m for model in models for m in model.modules() if isinstance(m, _NormBase)]
         self._statistics = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
-        self._latest: T | None = None
+        self._spare: T | None = None
+        """This rank's last batch, kept from what the body does to it."""
 
     def run(self) -> Iterator[T]:
         """The batches, padding included."""
@@ -57,8 +59,8 @@ class Batches(Generic[T]):
 
     def _plan(self) -> Plan | None:
         """The next window, or as much of it as there is data for; None at the end."""
-        wanted = self._windows.wanted()
-        counts = self._extent.counts(wanted)
+        needed = self._windows.wanted()
+        counts = self._extent.counts(needed)
         length = max(counts)
         if not length:
             self._extent.check_end()
@@ -68,25 +70,24 @@ class Batches(Generic[T]):
                 f"the ranks have {', '.join(map(str, counts))} batches for their first window: rank {counts.index(0)} "
                 "has none, so nothing to pad with while others go on. Give every rank at least one batch."
             )
-        fits = self._windows.open is None and not (self._carry and length < wanted)
+        wanted = needed.number()
         weights = None
         if self._weight is not None:
             weights = self._windows.ranks.start_sum([self._stream.weigh(self._stream.available(length))])
-        return Plan(length, sum(counts), wanted if self._carry else length, fits, weights)
+        return Plan(length, sum(counts), wanted if self._carry else length, self._windows.open is None, weights)
 
     def _hand_out(self, plan: Plan) -> Iterator[T]:
         """The batches of a plan, up to a boundary that comes earlier."""
         if self._windows.open is not None:
             self._windows.open.extend(plan)
         for index in range(plan.length):
-            ends = index + 1 == plan.length
             batch, weight, padding = self._take()
             if self._extent.needs_look_ahead or self._weight is not None:
                 self._stream.available(min(index + 1, plan.steps))  # a little at a time, not a window at once
-            if ends:
-                self._extent.ask(self._windows.lengths.of(self._windows.updates + 1))
+            if index + 1 == plan.length:
+                self._extent.ask(self._windows.lengths.wanted(self._windows.updates + 1))
             kept = self._statistics if padding else None
-            handed = self._loops.handed = Handed(plan, weight, ends, self._extent, kept)
+            handed = self._loops.handed = Handed(plan, index, weight, self._extent, kept)
             yield batch
             self._check_used(handed)
             if self._windows.open is None:
@@ -94,15 +95,16 @@ class Batches(Generic[T]):
 
     def _take(self) -> tuple[T, float | Tensor, bool]:
         if self._extent.runs_out():
-            assert self._latest is not None  # every rank has one batch at least
-            return self._latest, 0.0, True
-        self._latest, weight = self._stream.take()
-        return self._latest, weight, False
+            return cast("T", _copied(self._spare)), 0.0, True
+        batch, weight = self._stream.take()
+        if self._extent.will_be_padded():
+            self._spare = _copied(batch)
+        return batch, weight, False
 
     def _check_used(self, handed: Handed[T]) -> None:
         if self._loops.running is not self:
             raise WindowError("this batches() loop has ended, because another one has begun; use one at a time")
-        if not handed.is_done:
+        if not (handed.is_done or handed.is_given_up):
             raise WindowError(
                 "the last batch of batches() has not been through a completed step() block, on which other ranks "
                 "count. To leave one out, call backward(loss, weight=0); after an exception run its block again, or "
@@ -116,3 +118,15 @@ def _length(iterable: object) -> int | None:
         return len(iterable)  # type: ignore[arg-type]  # that is what is being asked
     except TypeError:  # a generator, or a DataLoader of an IterableDataset
         return None
+
+
+def _copied(batch: T) -> T:
+    """The same tensors in containers of its own: a body that pops from its batch must find the next one whole."""
+    copied: Any = batch
+    if type(copied) in (list, tuple):
+        copied = type(copied)(map(_copied, copied))
+    elif type(copied) is dict:
+        copied = {key: _copied(value) for key, value in copied.items()}
+    elif isinstance(copied, MutableMapping):
+        copied = copy.copy(copied)
+    return cast("T", copied)

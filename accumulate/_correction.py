@@ -19,9 +19,9 @@ __all__ = ["Correction", "global_mean"]
 class Correction:
     """Multiplies gradients by R / (scale * sum of weights), unless that is known to be 1 or the user scales."""
 
-    def __init__(self, ranks: Ranks, gradients: Sequence[Gradients]) -> None:
-        self.mean_weight: float | Tensor | None = None
-        """The mean weight of a micro-batch in the last weighted window, over all ranks; None before it."""
+    def __init__(self, ranks: Ranks, gradients: Sequence[Gradients], mean_weight: float | None = None) -> None:
+        self.mean_weight: float | Tensor | None = mean_weight
+        """The mean weight of a micro-batch in the last weighted window, over all ranks; before it, a guess or None."""
         self._ranks = ranks
         self._gradients = gradients
         self._sum: Sum | None = None

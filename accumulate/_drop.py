@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ._gradients import Gradients
+from ._gradients import Gradients, Kept
 from ._sync import SyncControl
 
 __all__ = ["Drop"]
@@ -21,8 +21,11 @@ class Drop:
         self.skips_backward = False
         """Whether the loss of this micro-batch needs no backward."""
         self._controls = controls
+        if any(control.must_run_backward for control in controls):
+            for control in controls:  # that backward runs through all of them, so each must be ready to enter zeros
+                control.must_run_backward = True
         self._gradients = gradients
-        self._aside: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._aside: list[Kept] = []
 
     def replace(self, scaled: Tensor, boundary: bool) -> Tensor:
         """What to run backward on: nothing of the loss, or zeros where the others' backward has collectives."""
@@ -39,14 +42,14 @@ class Drop:
     def begin(self) -> None:
         """Let every backward of this micro-batch run, with zeros."""
         self.is_used = True
-        self._aside = self._aside or [pair for gradients in self._gradients for pair in gradients.unsteered()]
+        self._aside = self._aside or [kept for gradients in self._gradients for kept in gradients.unsteered()]
         for control in self._controls:
             control.drop = True
 
     def end(self) -> None:
         """The micro-batch is over: put back what a backward with zeros may have spoilt outside the wrappers."""
-        for param, grad in self._aside:
-            param.grad = grad
+        for kept in self._aside:
+            kept.restore()
         for control in self._controls:
             control.drop = False
         self._aside = []

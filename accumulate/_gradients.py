@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,11 +16,11 @@ from ._sync import Found
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Gradients", "total_norm"]
+__all__ = ["Gradients", "Kept", "Part", "total_norm"]
 
 
 @dataclass
-class _Part:
+class Part:
     """Parameters whose gradients are laid out alike: local tensors, DTensors of one mesh, or FSDP1's shards."""
 
     shard_group: ProcessGroup | None
@@ -31,7 +31,9 @@ class _Part:
 
     def norm(self, norm_type: float) -> Tensor:
         """The norm of the whole gradient, not of this rank's shard of it."""
-        norm = get_total_norm(self.grads(), norm_type)
+        # torch's norm of float16 is a float16, which is infinite above 65504.
+        grads = [_norm_in_float32(g, norm_type) if g.dtype == torch.float16 else g for g in self.grads()]
+        norm = get_total_norm(grads, norm_type)
         if _is_dtensor(norm):
             norm = norm.full_tensor()  # type: ignore[attr-defined]  # a DTensor's method
         if self.shard_group is None:
@@ -44,6 +46,23 @@ class _Part:
         op = torch.distributed.ReduceOp.MAX if infinite else torch.distributed.ReduceOp.SUM
         torch.distributed.all_reduce(power, op, group=self.shard_group)
         return power if infinite else torch.pow(power, 1.0 / norm_type)
+
+
+class Kept:
+    """A parameter's gradient as it is now; ``restore`` puts it back into the tensor where the user may look for it."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._param = param
+        self._grad = param.grad
+        self._copy = None if param.grad is None else param.grad.clone()
+        self._version = -1 if param.grad is None else param.grad._version
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Undo what has been added since."""
+        self._param.grad = self._grad
+        if self._grad is not None and self._copy is not None and self._grad._version != self._version:
+            self._grad.copy_(self._copy)
 
 
 class Gradients:
@@ -116,9 +135,9 @@ class Gradients:
             versions += [-1 if grad is None else grad._version for grad in sums()]
         return versions
 
-    def unsteered(self) -> list[tuple[nn.Parameter, Tensor | None]]:
-        """Copies of the gradients outside every wrapper, which a backward that must contribute nothing may spoil."""
-        return [(p, None if p.grad is None else p.grad.clone()) for p in self._unsteered]
+    def unsteered(self) -> list[Kept]:
+        """The gradients outside every wrapper, which a backward that must contribute nothing may spoil."""
+        return [Kept(param) for param in self._unsteered]
 
     @torch.no_grad()
     def multiply(self, factor: Tensor) -> None:
@@ -138,14 +157,26 @@ class Gradients:
             clip_grads_with_norm_(part.params, max_norm, total)
 
 
-def total_norm(several: Sequence[Gradients], norm_type: float) -> Tensor:
+def _norm_of_part(part: Part, norm_type: float) -> Iterable[Tensor]:
+    return [part.norm(norm_type)]
+
+
+def total_norm(
+    several: Sequence[Gradients],
+    norm_type: float,
+    norms_of: Callable[[Part, float], Iterable[Tensor]] = _norm_of_part,
+) -> Tensor:
     """The norm of all the gradients as one vector, over all their shards."""
-    norms = [part.norm(norm_type) for gradients in several for part in gradients.parts]
+    norms = [norm for gradients in several for part in gradients.parts for norm in norms_of(part, norm_type)]
     if len(norms) <= 1:
         return norms[0] if norms else torch.zeros(())
     dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
     every = torch.stack([n.to(norms[0].device, dtype) for n in norms])
     return torch.linalg.vector_norm(every, norm_type)  # type: ignore[no-any-return]  # torch.linalg is untyped
+
+
+def _norm_in_float32(grad: Tensor, norm_type: float) -> Tensor:
+    return torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32)  # type: ignore[no-any-return]  # torch.linalg is untyped
 
 
 def _same(grad: Tensor | None, held: Tensor) -> bool:
@@ -160,12 +191,12 @@ def _is_dtensor(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _partition(params: Iterable[nn.Parameter], found: Sequence[Found]) -> list[_Part]:
+def _partition(params: Iterable[nn.Parameter], found: Sequence[Found]) -> list[Part]:
     shards = {id(p): c.shard_group for _, c in found if c.shard_group is not None for p in c.module.parameters()}
-    parts: dict[object, _Part] = {}
+    parts: dict[object, Part] = {}
     for param in params:
         group = shards.get(id(param))
         mesh = param.device_mesh if _is_dtensor(param) else None  # type: ignore[attr-defined]  # a DTensor's
-        part = parts.setdefault((param.device, mesh, id(group)), _Part(group))
+        part = parts.setdefault((param.device, mesh, id(group)), Part(group))
         part.params.append(param)
     return list(parts.values())

@@ -105,3 +105,12 @@ def not_reduced(name: str, control: SyncControl) -> str:
         f"{name} ({type(control.module).__name__}) reduced nothing in the micro-batch that closes the window. Call the "
         "wrapper itself, not its .module, and leave its own no_sync() alone; then reset() and repeat the window."
     )
+
+
+def partial(call: str, window: Tally | None) -> WindowError:
+    """The error for a call that needs the complete gradient of a window."""
+    position = window.position if window else 0
+    return WindowError(
+        f"{call}() at micro-batch {position} of a window, whose gradient is not complete yet. Call it when "
+        "is_boundary is true."
+    )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ._arguments import check_steps
 
-__all__ = ["Lengths"]
+__all__ = ["Lengths", "Wanted"]
 
 
 class Lengths:
@@ -23,3 +24,19 @@ class Lengths:
         if self._asked[:2] != (self.setting, update):
             self._asked = (self.setting, update, check_steps(self.setting(update)))
         return self._asked[2]
+
+    def wanted(self, update: int, rest: int | None = None) -> Wanted:
+        """What the window of that update needs, or the ``rest`` that it still needs."""
+        return Wanted(self, self.setting, update, rest)
+
+
+class Wanted(NamedTuple):
+    """How many micro-batches are needed; not asked before there is a batch, for the window may never open."""
+
+    lengths: Lengths
+    setting: int | Callable[[int], int]
+    update: int
+    rest: int | None
+
+    def number(self) -> int:
+        return self.lengths.of(self.update) if self.rest is None else self.rest

@@ -9,18 +9,20 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from ._arguments import check_count
 from ._errors import AccumulateError, WindowError
+from ._lengths import Wanted
 from ._ranks import Ranks, Sum
 
 __all__ = ["Extent", "Handed", "Plan", "Rest", "Stream"]
 
 T = TypeVar("T")
 _UNKNOWN = -1
+_END: Any = object()
 
 
 class Plan(NamedTuple):
@@ -32,8 +34,8 @@ class Plan(NamedTuple):
     """Those with data, over all ranks."""
     steps: int
     """How many make the window full."""
-    is_whole: bool
-    """Whether the window begins and ends with it, so that its counts are the window's."""
+    opens_window: bool
+    """Whether the window begins with it; if it goes on after it, ``Tally.extend`` is told."""
     weights: Sum | None
     """The sum over all ranks of what ``weight=fn`` counted in it."""
 
@@ -65,6 +67,7 @@ class Stream(Generic[T]):
 
     def __init__(self, iterable: Iterable[T], weight: Callable[[T], float | Tensor] | None) -> None:
         self._iterator = iter(iterable)
+        self._is_users = self._iterator is iterable
         self._weight = weight
         self._queue: deque[_Item[T]] = deque()
         self._ended = False
@@ -77,11 +80,12 @@ class Stream(Generic[T]):
 
     def _pull(self) -> None:
         try:
-            batch = next(self._iterator)
+            batch = next(self._iterator, _END)  # with a default: a StopIteration of the weight function is no end
+            if batch is _END:
+                self._ended = True
+                return
             weight = 1.0 if self._weight is None else check_count(self._weight(batch))
             self._queue.append(_Item(batch, weight, None))
-        except StopIteration:
-            self._ended = True
         except Exception as error:  # noqa: BLE001 - it is raised when its batch is due, so earlier windows are whole
             self._queue.append(_Item(None, 0.0, error))
             self._ended = True
@@ -105,7 +109,7 @@ class Stream(Generic[T]):
         """Keep no batch and no worker process alive."""
         self._queue.clear()
         self._ended = True
-        if callable(close := getattr(self._iterator, "close", None)):  # a generator's
+        if not self._is_users and callable(close := getattr(self._iterator, "close", None)):  # a generator's
             close()
         self._iterator = iter(())
 
@@ -116,7 +120,7 @@ class Extent(Generic[T]):
     def __init__(self, stream: Stream[T], ranks: Ranks, length: int | None, weighted: bool, carry: bool) -> None:
         self._stream = stream
         self._ranks = ranks
-        self._asked: tuple[int, Sum] | None = None
+        self._asked: tuple[Wanted, Sum] | None = None
         self.handed = 0
         self._lengths: list[int] | None = [_UNKNOWN if length is None else length]
         if ranks.size > 1:
@@ -140,22 +144,32 @@ class Extent(Generic[T]):
         self.handed += 1
         return not has_one
 
+    def will_be_padded(self) -> bool:
+        """Whether this rank has had its last batch, and others perhaps not."""
+        if self._lengths is not None:
+            return self._lengths[self._ranks.index] == self.handed < max(self._lengths)
+        return self._ranks.size > 1 and not self._stream.available(1)
+
     def check_end(self) -> None:
         """Raise if the iterable has more than its length."""
         if self._lengths is not None and self._stream.available(1):
             raise _wrong_length(self._lengths[self._ranks.index], self.handed, True)
 
-    def ask(self, wanted: int) -> None:
-        """Begin to ask the other ranks how many of the next ``wanted`` they have."""
+    def ask(self, wanted: Wanted) -> None:
+        """Begin to ask the other ranks how many of the next window's batches they have."""
         if self._lengths is None and self._ranks.size > 1:
-            self._asked = (wanted, self._ranks.start_counts(self._stream.available(wanted)))
+            self._asked = (wanted, self._ranks.start_counts(self._available(wanted)))
 
-    def counts(self, wanted: int) -> Sequence[int]:
-        """How many of the next ``wanted`` each rank has."""
+    def _available(self, wanted: Wanted) -> int:
+        return self._stream.available(wanted.number()) if self._stream.available(1) else 0
+
+    def counts(self, wanted: Wanted) -> Sequence[int]:
+        """How many of the batches of a window each rank has."""
         if self._lengths is not None:
-            return [min(wanted, max(0, length - self.handed)) for length in self._lengths]
+            left = [max(0, length - self.handed) for length in self._lengths]
+            return [min(wanted.number(), each) for each in left] if any(left) else left
         if self._ranks.size == 1:
-            return [self._stream.available(wanted)]
+            return [self._available(wanted)]
         if self._asked is None or self._asked[0] != wanted:
             self.ask(wanted)
         assert self._asked is not None  # just asked
@@ -164,9 +178,11 @@ class Extent(Generic[T]):
 
     def is_empty(self) -> bool:
         """Whether no rank has another batch; waits for an answer that is on its way."""
+        if self._lengths is not None:
+            return self.handed >= max(self._lengths)
         if self._asked is not None:
             return not any(self._asked[1].result().tolist())
-        return not any(self.counts(1))
+        return not self._stream.available(1)
 
 
 def _wrong_length(length: int, handed: int, has_more: bool) -> AccumulateError:
@@ -181,21 +197,29 @@ class Handed(Generic[T]):
     """The batch that a loop has handed out last, until its block is done."""
 
     def __init__(
-        self, plan: Plan, weight: float | Tensor, ends_plan: bool, extent: Extent[T], kept: Sequence[Tensor] | None
+        self, plan: Plan, index: int, weight: float | Tensor, extent: Extent[T], kept: Sequence[Tensor] | None
     ) -> None:
         self.plan = plan
         self.weight = weight
         """What ``weight=fn`` counted in it."""
         self.is_padding = kept is not None
         self.is_done = False
-        self._ends_plan = ends_plan
+        self.is_given_up = False
+        self._index = index
         self._extent = extent
         self._kept = [(buffer, buffer.clone()) for buffer in kept or ()]
+
+    def rest(self) -> Plan:
+        """What is known about a window that opens with this batch, perhaps in mid-plan after ``flush()``."""
+        if not self._index:
+            return self.plan
+        length, steps = self.plan.length - self._index, self.plan.steps - self._index
+        return self.plan._replace(length=length, steps=steps, opens_window=False)
 
     @property
     def is_last(self) -> bool:
         """Whether no rank is given another batch."""
-        return self._ends_plan and self._extent.is_empty()
+        return self._index + 1 == self.plan.length and self._extent.is_empty()
 
     def check_weight(self, weight: float | Tensor | None) -> None:
         """Raise if a loss's weight is another number than ``weight=fn`` counted, for its window is scaled already."""
@@ -212,3 +236,8 @@ class Handed(Generic[T]):
         self.is_done = done
         for buffer, before in self._kept:
             buffer.copy_(before)
+
+    def give_up(self) -> None:
+        """Its window was dropped, so the loop may go on without its block."""
+        self.is_given_up = True
+        self.leave(self.is_done)

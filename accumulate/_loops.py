@@ -20,18 +20,19 @@ class Loops:
         self.running: object | None = None
         self.handed: Handed[Any] | None = None
         """The batch that the running loop handed out last."""
-        self._may_go_on = False
+        self._carried: Tally | None = None
+        """The window that the last loop has left to the next one."""
         self._left: str | None = None
 
     @property
     def plan(self) -> Plan | None:
         """What is known about the window that opens now."""
-        return None if self.handed is None else self.handed.plan
+        return None if self.handed is None else self.handed.rest()
 
     def begin(self, loop: object, window: Tally | None) -> None:
         """A loop begins; another one that has not ended cannot go on."""
         self.check()
-        if window is not None and not self._may_go_on:
+        if window is not None and window is not self._carried:
             raise WindowError(
                 f"batches() begins while a window is open after micro-batch {window.position} of {window.steps}. "
                 "Call flush() to close it or reset() to drop it first."
@@ -43,19 +44,21 @@ class Loops:
         if self.running is not loop:
             return
         self.running = self.handed = None
-        self._may_go_on = finished and carry
+        self._carried = window if finished and carry else None
         if window is not None and not finished:
-            at = f"micro-batch {window.position} of {window.steps}"
-            self._left = f"a batches() loop was left after {at}, by break or an exception"
+            self._left = f"micro-batch {window.position} of {window.steps}"
 
-    def resume(self) -> None:
-        """A window has been loaded: the next loop may go on with it."""
-        self.handed, self._may_go_on, self._left = None, True, None
+    def resume(self, window: Tally) -> None:
+        """A window has been loaded, and the next loop may go on with it."""
+        self._carried, self._left = window, None
 
     def check(self) -> None:
         """Raise if a loop has left a window that nobody has closed or dropped."""
         if self._left:
-            raise WindowError(f"{self._left}. Call flush() to close the window or reset() to drop it.")
+            raise WindowError(
+                f"a batches() loop was left after {self._left}, by break or an exception. Call flush() to close the "
+                "window or reset() to drop it."
+            )
 
     def enter(self) -> bool:
         """A block is entered; whether it is for a padding batch."""
@@ -73,10 +76,12 @@ class Loops:
             self.handed.check_weight(weight)
 
     def leave(self, done: bool) -> None:
-        """The block has been left; ``done`` if its micro-batch was counted or given up."""
+        """The block has been left; ``done`` if its micro-batch was counted."""
         if self.handed is not None:
             self.handed.leave(done)
 
-    def settle(self) -> None:
-        """The open window was closed or dropped by hand."""
+    def settle(self, dropped: bool = False) -> None:
+        """The open window was closed or dropped by hand; if dropped, its last batch needs no block any more."""
         self._left = None
+        if dropped and self.handed is not None:
+            self.handed.give_up()

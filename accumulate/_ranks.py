@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from ._sync import Found
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["Ranks", "Sum"]
+__all__ = ["Ranks", "Sum", "accepted_device"]
 
 
 class Sum:
@@ -28,11 +29,14 @@ class Sum:
             self.result()
             self._work = dist.all_reduce(values, group=group, async_op=True)
 
-    def result(self) -> Tensor:
-        """The sum, of which nothing is sent any more; on a device the wait is the stream's, not the host's."""
+    def result(self, timeout: timedelta | None = None) -> Tensor:
+        """The sum, of which nothing is sent any more; on a device the wait is the stream's, not the host's.
+
+        Raises ``RuntimeError`` if the others have not come within ``timeout``.
+        """
         if self._work is not None:
-            self._work.wait()
-            self._work = None
+            work, self._work = self._work, None
+            work.wait() if timeout is None else work.wait(timeout)
         return self._values
 
 
@@ -48,8 +52,8 @@ class Ranks:
         self.size, self.index = 1, 0
         for each in self.groups:
             self.size, self.index = self.size * each.size(), self.index * each.size() + each.rank()
-        self.device = _accepted_device(self.groups, device)
-        self._host = _accepted_device(self.groups, torch.device("cpu"))
+        self.device = accepted_device(self.groups, device)
+        self._host = accepted_device(self.groups, torch.device("cpu"))
 
     def start_sum(self, values: Sequence[float | Tensor], local: bool = False) -> Sum:
         """Begin to sum ``values`` over the ranks, at the same point on each; ``local``: of this rank alone."""
@@ -66,9 +70,13 @@ class Ranks:
         The result is a vector of ``size`` numbers and the sums. With NCCL alone it lies on the GPU, where reading
         it waits for the work queued before.
         """
-        values = [0] * self.size
-        values[self.index] = own
-        return Sum(self.groups, torch.tensor([*values, *modes], device=self._host))
+        return self.start_rows([own], modes)
+
+    def start_rows(self, own: Sequence[int], sums: Sequence[int] = ()) -> Sum:
+        """The same for several numbers of each rank, one rank's after the other's."""
+        values = [0] * (self.size * len(own))
+        values[self.index * len(own) : (self.index + 1) * len(own)] = own
+        return Sum(self.groups, torch.tensor([*values, *sums], device=self._host))
 
     def agree(self, **facts: object) -> None:
         """Raise :class:`AccumulateError` on every rank if one of the ``facts`` differs between ranks."""
@@ -98,7 +106,7 @@ def _common_groups(found: Sequence[Found]) -> tuple[ProcessGroup, ...]:
     return next((groups for _, groups in by_ranks.values()), ())
 
 
-def _accepted_device(groups: Sequence[ProcessGroup], device: torch.device) -> torch.device:
+def accepted_device(groups: Sequence[ProcessGroup], device: torch.device) -> torch.device:
     """``device`` if the groups' backend takes tensors from there, else one from which it does."""
     if not groups or any(d.type == device.type for d in groups[0]._device_types):
         return device

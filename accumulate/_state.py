@@ -140,6 +140,7 @@ class State:
                 f"load_state_dict() while a window is open after micro-batch {windows.open.position} of "
                 f"{windows.open.steps}; call reset() first to drop it."
             )
+        windows.surroundings.check()
         ready = check_state(state)
         if ready["fits"] is not None:
             self._refuse_misfit(ready)
@@ -196,7 +197,7 @@ class State:
         windows.closed = ready["closed"] if all(report.is_own for report in every) else None
         windows.correction.mean_weight = ready["mean_weight"]
         if tally is not None:
-            windows.loops.resume()
+            windows.loops.resume(tally)
             expect_rest(tally, every)
         due = tally is None and ready["gradients"] is not None
         self._updates.done = 0 if tally is not None or due else ready["updates"]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Found", "SyncControl", "acquire", "begin", "find", "register", "release"]
+__all__ = ["Found", "SyncControl", "acquire", "begin", "find", "matches", "register", "release"]
 
 
 class SyncControl(ABC):
@@ -48,6 +48,8 @@ class SyncControl(ABC):
     """True if the wrapper itself hangs post-accumulate-grad hooks on its parameters; from others they are refused."""
     shard_group: ProcessGroup | None = None
     """The group over which ``.grad`` is split without being a DTensor (FSDP1), else None."""
+    replica_group: ProcessGroup | None = None
+    """The group over which ``.grad`` must be equal after a reduction, for ``verify=True``; None if there is none."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -86,7 +88,9 @@ class SyncControl(ABC):
         """Drop what the wrapper has accumulated besides the ``.grad`` of its parameters."""
 
 
-class _Match(NamedTuple):
+class Match(NamedTuple):
+    """A wrapper in a model, and the class of what steers it."""
+
     name: str
     module: nn.Module
     control: type[SyncControl]
@@ -175,9 +179,10 @@ def _refuse_unknown(name: str, module: nn.Module) -> None:
     )
 
 
-def _matches(models: Mapping[str, nn.Module]) -> list[_Match]:
+def matches(models: Mapping[str, nn.Module]) -> list[Match]:
+    """Every wrapper in ``models``, at any depth, and what would steer it; raises for an unknown one."""
     adapters = _adapters()
-    matches = []
+    found = []
     covered: set[tuple[type, int]] = set()
     for label, model in models.items():
         for path, module in model.named_modules():
@@ -186,13 +191,13 @@ def _matches(models: Mapping[str, nn.Module]) -> list[_Match]:
             if control is None:
                 _refuse_unknown(name, module)
             elif (control, id(module)) not in covered:
-                matches.append(_Match(name, module, control))
+                found.append(Match(name, module, control))
                 below = module.modules() if control.covers_subtree else (module,)
                 covered.update((control, id(m)) for m in below)
-    return matches
+    return found
 
 
-def _refuse_part_of_fsdp1(models: Mapping[str, nn.Module], matches: Sequence[_Match]) -> None:
+def _refuse_part_of_fsdp1(models: Mapping[str, nn.Module], matches: Sequence[Match]) -> None:
     """Raise for a model whose parameters belong to an FSDP1 instance further up, which owns their reduction."""
     steered = {id(p) for _, module, _ in matches for p in module.parameters()}
     for label, model in models.items():
@@ -226,10 +231,10 @@ def release(found: Sequence[Found]) -> None:
 def find(models: Mapping[str, nn.Module]) -> list[Found]:
     """Every wrapper in ``models``, at any depth; raises :class:`UnsupportedWrapperError` for an unknown one."""
     found: list[Found] = []
-    matches = _matches(models)
-    _refuse_part_of_fsdp1(models, matches)
+    there = matches(models)
+    _refuse_part_of_fsdp1(models, there)
     try:
-        for name, module, control in matches:
+        for name, module, control in there:
             found.append(Found(name, acquire(module, control)))
     except BaseException:
         release(found)

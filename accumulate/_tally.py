@@ -23,7 +23,7 @@ class Tally:
     """The tally of one window: micro-batches, weights and losses. What a failed micro-batch added is not counted."""
 
     # What is saved of a window between two micro-batches, by attribute, with the types that each may have. A field of
-    # __init__ that outlives a micro-batch goes in here, and _state.VERSION up by one if older states cannot do without.
+    # __init__ that outlives a micro-batch goes in here, and _schema.VERSION up by one if older states must not be read.
     SAVED: ClassVar[Mapping[str, tuple[type, ...]]] = {
         "steps": (int,),
         "position": (int,),
@@ -34,6 +34,7 @@ class Tally:
         "planned": (int, type(None)),
         "count_scale": (float,),
         "scale": (float, Tensor),
+        "loss_scale": (Tensor, type(None)),
         "_weight": (float, Tensor),
         "_counted": (Tensor, type(None)),
         "_counted_terms": (int,),
@@ -48,7 +49,7 @@ class Tally:
         self.position = 0
         self.padded = 0
         """The micro-batches among them that only keep step with other ranks."""
-        self.by_hand = plan is not None and not plan.is_whole
+        self.by_hand = plan is not None and not plan.opens_window
         """Whether what it holds was not known when it opened: the caller closes it, or it straddles two loops."""
         self.padding = False
         """Whether the micro-batch that is under way is one of those."""
@@ -58,12 +59,14 @@ class Tally:
         """Whether its losses carry weights; None while none came through ``backward`` or ``scale``."""
         self.has_means = False
         """Whether losses without a weight stand beside those with one, which ``weight=fn`` allows."""
-        self.planned = plan.real if plan is not None and plan.is_whole else None
+        self.planned = plan.real if plan is not None and plan.opens_window else None
         """How many micro-batches that count all ranks had in it when it opened, if that was known."""
         self.rest: Rest | None = None
         """If it was loaded: what is to come, as long as nothing has come."""
         self.count_scale = 1.0 / steps if self.planned is None else ranks / self.planned
         self.scale: float | Tensor = self.count_scale
+        self.loss_scale: Tensor | None = None
+        """The GradScaler's factor in this window's gradients; the losses here do not hold it."""
         self.terms = 0
         """The losses of the micro-batch that is under way."""
         self._ranks = ranks

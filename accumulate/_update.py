@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
+from ._amp import Amp
 from ._typing import Optimizer, Steppable
 
 __all__ = ["Updates"]
@@ -14,22 +16,41 @@ __all__ = ["Updates"]
 class Updates:
     """Remembers which optimizers have taken the update of which window: none takes one twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, amp: Amp | None) -> None:
+        self._amp = amp
         self._taken: set[tuple[int, int]] = set()
         self.done = 0
         """The update that every optimizer had taken when the state was saved that has been loaded; 0 if none was."""
 
     def pending(self, optimizers: Sequence[Optimizer], update: int) -> list[Optimizer]:
-        """Those of the optimizers that have not taken this update yet."""
+        """Those of the optimizers that have not taken this update yet; with a scaler, their gradients are unscaled."""
         if update == self.done:
             return []
-        return [optimizer for optimizer in optimizers if (id(optimizer), update) not in self._taken]
+        pending = [optimizer for optimizer in optimizers if (id(optimizer), update) not in self._taken]
+        if pending and self._amp is not None:
+            self._amp.unscale(_with_params(pending))
+        return pending
 
-    def take(self, optimizers: Sequence[Optimizer], schedulers: Sequence[Steppable], update: int) -> None:
-        """Step everything once, and clear the gradients."""
+    def take(self, optimizers: Sequence[Optimizer], schedulers: Sequence[Steppable], update: int) -> bool:
+        """Step everything once and clear the gradients; False if a scaler skips it, and the schedulers then too."""
         self._taken = {each for each in self._taken if each[1] == update} | {(id(o), update) for o in optimizers}
-        for each in (*optimizers, *schedulers):
-            each.step()
+        stepped = True
+        if self._amp is not None:
+            stepped = self._amp.step(_with_params(optimizers))
+        else:
+            for optimizer in optimizers:
+                optimizer.step()
+        for scheduler in schedulers if stepped else ():
+            scheduler.step()
         for optimizer in optimizers:
             optimizer.zero_grad()
         torch.clear_autocast_cache()  # an outer autocast would go on with casts of the old weights
+        return stepped
+
+
+def _with_params(optimizers: Sequence[Optimizer]) -> list[torch.optim.Optimizer]:
+    """The optimizers as a scaler needs them."""
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"a scaler can only step an optimizer that has param_groups, got {optimizer!r}")
+    return cast("list[torch.optim.Optimizer]", optimizers)

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from . import _guards as guards
 from ._arguments import is_zero
 from ._correction import Correction
 from ._drop import Drop
 from ._errors import AccumulateError, WindowError
 from ._gradients import Gradients
-from ._guards import (
-    no_backward,
-    not_inside,
-    not_reduced,
-    refuse_changed_gradients,
-    refuse_due,
-    refuse_hooks,
-    refuse_nested,
-    unfinished,
-)
-from ._lengths import Lengths
+from ._lengths import Lengths, Wanted
 from ._loops import Loops
 from ._ranks import Ranks
+from ._surroundings import Surroundings
 from ._sync import Found, begin
 from ._tally import Tally
+from ._verify import Verifier
 
 __all__ = ["Windows"]
 
@@ -41,6 +34,9 @@ class Windows:
         found: Sequence[Found],
         gradients: Sequence[Gradients],
         ranks: Ranks,
+        models: Mapping[str, nn.Module],
+        verifier: Verifier | None,
+        mean_weight: float | None = None,
     ) -> None:
         self.lengths = Lengths(steps)
         self.ranks = ranks
@@ -59,13 +55,15 @@ class Windows:
         self._explicit = False
         self._started = False
         self._drop = Drop(self._controls, gradients)
-        self.correction = Correction(ranks, gradients)
+        self._verifier = verifier
+        self.surroundings = Surroundings(self, models, found)
+        self.correction = Correction(ranks, gradients, mean_weight)
         if not callable(steps):
-            refuse_hooks(gradients, steps)
+            guards.refuse_hooks(gradients, steps)
 
     def enter(self, boundary: bool | None) -> None:
         """Begin a micro-batch: decide whether it closes the window, and tell the wrappers."""
-        refuse_nested(self._thread)
+        guards.refuse_nested(self._thread)
         padding = self.loops.enter()
         tally = self.open or self._new_tally()
         self._check_usable(tally)
@@ -73,6 +71,8 @@ class Windows:
         if boundary is not None:
             reduce = boundary
         tally.padding = padding
+        if self._verifier is not None:
+            self._verifier.enter(self.updates, tally, reduce, boundary is None and not tally.by_hand)
         begin(self._controls, reduce)
         if reduce:
             self._let_go()
@@ -99,7 +99,7 @@ class Windows:
             return
         if tally.weighted is False and not tally.terms:
             self._fail(tally)
-            raise no_backward()
+            raise guards.no_backward()
         self.loops.leave(done=True)
         tally.commit(self._explicit)
         self.micro_steps += not tally.padding
@@ -124,7 +124,7 @@ class Windows:
     def term(self, loss: Tensor, weight: float | Tensor | None, reduction: str) -> Tensor:
         """One loss of the micro-batch that is under way, scaled."""
         if self._thread != threading.get_ident():
-            raise not_inside(self._thread)
+            raise guards.not_inside(self._thread)
         tally = self._opened()
         if tally.position and not tally.terms:
             self._check_usable(tally)  # zero_grad() at the top of the block
@@ -132,7 +132,7 @@ class Windows:
         scaled = tally.pad(loss, weight) if tally.padding else tally.term(loss, weight, reduction)
         if self.is_boundary and (self._explicit or not tally.is_exact):
             self.correction.start(tally)
-        if tally.padding or not is_zero(weight):
+        if not is_zero(weight):
             return scaled
         return self._drop.replace(scaled, self.is_boundary)
 
@@ -168,8 +168,7 @@ class Windows:
     def reset(self) -> None:
         """Drop the open window, its gradients and its hidden sums."""
         self.refuse_inside("reset")
-        self.loops.settle()
-        self.loops.leave(done=True)
+        self.loops.settle(dropped=True)
         if self.open is None:
             return
         for control in self._controls:
@@ -184,6 +183,7 @@ class Windows:
         """Drop an open window and refuse every later block."""
         self.refuse_inside("close")
         self.is_closed = True
+        self.surroundings.close()
         with suppress(AccumulateError):  # an FSDP1 model that an exception has left unusable
             self.reset()
 
@@ -201,11 +201,7 @@ class Windows:
     def require_boundary(self, call: str) -> None:
         """Raise unless a window has been closed and no later one has begun."""
         if not self.at_boundary(call):
-            position = self.open.position if self.open else 0
-            raise WindowError(
-                f"{call}() at micro-batch {position} of a window, whose gradient is not complete yet. Call it when "
-                "is_boundary is true."
-            )
+            raise guards.partial(call, self.open)
 
     def _close(self, tally: Tally, flush: bool) -> None:
         try:
@@ -213,8 +209,10 @@ class Windows:
                 if flush:
                     control.flush()
                 elif not control.finish():
-                    raise AccumulateError(not_reduced(name, control))
+                    raise AccumulateError(guards.not_reduced(name, control))
             self.correction.apply(tally)
+            if self._verifier is not None:
+                self._verifier.compare()
         except BaseException:
             tally.broken = "its last micro-batch could not be reduced"
             self.is_boundary = False
@@ -228,17 +226,19 @@ class Windows:
             gradients.close()
 
     def _new_tally(self) -> Tally:
+        self.surroundings.check()
         plan = self.loops.plan
         steps = self.lengths.of(self.updates) if plan is None else plan.steps
-        refuse_hooks(self._gradients, steps)
-        refuse_due(self._gradients)
+        guards.refuse_hooks(self._gradients, steps)
+        guards.refuse_due(self._gradients)
         for gradients in self._gradients:
             gradients.remember()
         return Tally(steps, self.correction.mean_weight, plan, self.ranks.size)
 
-    def wanted(self) -> int:
+    def wanted(self) -> Wanted:
         """The micro-batches that the open window still needs, or that the next one has."""
-        return self.lengths.of(self.updates) if self.open is None else max(1, self.open.steps - self.open.position)
+        rest = None if self.open is None else max(1, self.open.steps - self.open.position)
+        return self.lengths.wanted(self.updates, rest)
 
     def _opened(self) -> Tally:
         assert self.open is not None  # a block is open, and blocks are entered with a tally
@@ -254,9 +254,9 @@ class Windows:
         self.loops.check()
         if tally.broken:
             raise WindowError(f"this window is broken: {tally.broken}. Call reset() to drop it, then repeat it.")
-        refuse_changed_gradients(self._gradients, tally)
+        guards.refuse_changed_gradients(self._gradients, tally)
 
     def refuse_inside(self, call: str) -> None:
         """Raise in the middle of a micro-batch."""
         if self._thread is not None:
-            raise unfinished(call)
+            raise guards.unfinished(call)

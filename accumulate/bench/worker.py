@@ -64,10 +64,10 @@ def build(options: Options, rank: int, folder: Path) -> Callable[[object], objec
         world_size=options.ranks,
         device_id=device if options.device == "cuda" else None,
     )
-    return _Rank(options, rank, device)
+    return Rank(options, rank, device)
 
 
-class _Rank:
+class Rank:
     """Two models with the same start: one plain, one wrapped, which all the reducing modes share."""
 
     def __init__(self, options: Options, rank: int, device: torch.device) -> None:
@@ -80,6 +80,7 @@ class _Rank:
         self.optimizers = {model: torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True) for model in models}
 
     def __call__(self, request: object) -> object:
+        """The answer to a ``Job``, or else ``Facts``."""
         if isinstance(request, Job):
             return self.count(request) if request.count else self.time(request)
         with torch.no_grad():

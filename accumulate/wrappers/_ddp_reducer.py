@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ._outputs import Grads
 
-__all__ = ["Arm", "LocalSums", "order_of_buckets", "reduce_all", "refuse_options", "refused", "unfinished", "unreduced"]
+__all__ = ["Arm", "check_reduced", "order_of_buckets", "reduce_all", "refuse_options", "refused"]
 
 
 class Arm:
@@ -33,31 +33,6 @@ class Arm:
     def __call__(self, grads: Grads) -> Grads | None:
         self.blocks_left = 0
         return self._reached(self.outputs, grads)
-
-
-class LocalSums:
-    """This rank's own sums, put back after a reduction that only torch needs."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.kept: list[tuple[nn.Parameter, Tensor | None]] = []
-        self._module = module
-
-    def keep(self) -> None:
-        """Called in backward, once: remember the sums as they are at its end, before the reducer's own last step."""
-        torch.autograd.Variable._execution_engine.queue_callback(self._keep)
-
-    def _keep(self) -> None:
-        params = self._module.parameters()
-        self.kept = [(p, None if p.grad is None else p.grad.clone()) for p in params]
-
-    def put_back(self) -> None:
-        """Undo the reduction."""
-        kept, self.kept = self.kept, []
-        for param, local in kept:
-            if local is None or param.grad is None:
-                param.grad = local
-            else:
-                param.grad.detach().copy_(local)  # in place: with gradient_as_bucket_view it is a view of a bucket
 
 
 class _Reduce(Function):
@@ -121,6 +96,19 @@ def _logged(ddp: DistributedDataParallel, key: str) -> str:
     return str(data.get(key, ""))
 
 
+def check_reduced(ddp: DistributedDataParallel) -> None:
+    """Raise if the backward that was armed has left a bucket unreduced, which torch says one update too late."""
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        raise AccumulateError(
+            "a DistributedDataParallel parameter got no gradient in the boundary micro-batch, or one from outside "
+            "the module's forward: its bucket is not reduced and the ranks' gradients differ. Use every parameter "
+            "inside forward in each boundary micro-batch, or find_unused_parameters=True; then reset() and repeat "
+            "the window."
+        ) from error
+
+
 def refuse_options(ddp: DistributedDataParallel) -> None:
     """Raise :class:`UnsupportedWrapperError` for an option under which accumulated gradients are wrong."""
     if getattr(ddp, "_delay_all_reduce_params", None):
@@ -129,25 +117,6 @@ def refuse_options(ddp: DistributedDataParallel) -> None:
         raise refused("skip_all_reduce_unused_params", "with several buckets ranks would skip different ones")
     if getattr(ddp, "_use_python_reducer", False):
         raise refused("the python reducer of compiled autograd", "it leaves no reducer to steer")
-
-
-def unfinished() -> AccumulateError:
-    """The error for a bucket that waits for a gradient."""
-    return AccumulateError(
-        "a DistributedDataParallel parameter got no gradient in the boundary micro-batch, or one from outside "
-        "the module's forward: its bucket is not reduced and the ranks' gradients differ. Use every parameter "
-        "inside forward in each boundary micro-batch, or find_unused_parameters=True; then reset() and repeat "
-        "the window."
-    )
-
-
-def unreduced() -> AccumulateError:
-    """The error for a gradient that came after the reduction."""
-    return AccumulateError(
-        "the last loss of the boundary micro-batch reached parameters of DistributedDataParallel not through "
-        "its outputs, after the others were reduced, so ranks' gradients differ. Run its backward first or add "
-        "it to the other loss; then reset() and repeat the window."
-    )
 
 
 def refused(option: str, reason: str) -> UnsupportedWrapperError:

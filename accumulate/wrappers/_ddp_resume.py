@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, final
 
+import torch
 from typing_extensions import override
 
+from .._gradients import Kept
 from .._resuming import Resuming
 from ._ddp_reducer import order_of_buckets, reduce_all
 
@@ -19,7 +21,28 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["DDPResuming"]
+__all__ = ["DDPResuming", "LocalSums"]
+
+
+class LocalSums:
+    """This rank's own sums, put back after a reduction that only torch needs."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.kept: list[Kept] = []
+        self._ddp = ddp
+
+    def keep(self) -> None:
+        """Called in backward: note the sums as they are at its end, before the reducer's own last step."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._keep)
+
+    def _keep(self) -> None:
+        self.kept = [Kept(param) for param in self._ddp.parameters()]
+
+    def put_back(self) -> None:
+        """Undo what has been done to them since."""
+        kept, self.kept = self.kept, []
+        for each in kept:
+            each.restore()
 
 
 @final

@@ -24,8 +24,8 @@ from typing_extensions import override
 
 from .._errors import AccumulateError
 from .._sync import SyncControl
-from ._ddp_reducer import Arm, LocalSums, reduce_all, refuse_options, refused, unfinished, unreduced
-from ._ddp_resume import DDPResuming
+from ._ddp_reducer import Arm, check_reduced, reduce_all, refuse_options, refused
+from ._ddp_resume import DDPResuming, LocalSums
 from ._outputs import Grads, ModuleHook, tensors_in, zeros_like
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class DDPControl(SyncControl):
     def __init__(self, module: DistributedDataParallel) -> None:
         super().__init__(module)
         self.ddp = module
+        self.replica_group = module.process_group
         refuse_options(module)
         # A static graph's reducer is flushed by other collectives than its backward runs, so no rank may leave one out.
         # Nor where backward has collectives of its own.
@@ -186,7 +187,7 @@ class DDPControl(SyncControl):
             self._hang_late()
         if self._leaves or self._cycles:
             self._break_cycles()
-        if self._local.kept:
+        if self._local.kept:  # torch had to reduce off the boundary
             self._local.put_back()
             self._attributes["require_forward_param_sync"] = False  # buffers have been broadcast for this window
 
@@ -196,7 +197,10 @@ class DDPControl(SyncControl):
     def _hang_late(self) -> None:
         """Hooks on the outputs of this block's forwards whose backward may still come, to decide then."""
         # The usual block has run its only forward's only backward, and a hook would cost more than all the rest here.
-        is_done = len(self._late) == self.backwards == 1 and self._probe_version() != self._version
+        # Had a backward come from an earlier forward, that one's hook would have noted it.
+        is_done = (
+            len(self._late) == self.backwards == 1 and not self.disturbed and self._probe_version() != self._version
+        )
         for node in () if is_done else self._late:
             node.register_prehook(self._reached)
         self._late.clear()
@@ -216,12 +220,13 @@ class DDPControl(SyncControl):
         if not self._armed:
             return all(p.grad is None for p in self.ddp.parameters())
         self._attributes["require_forward_param_sync"] = True  # a checkpoint's second forward has cleared it
-        try:
-            self.ddp.reducer._check_reducer_finalized()
-        except RuntimeError as error:
-            raise unfinished() from error
+        check_reduced(self.ddp)
         if self._noted is not None and self._noted[0] == self._armed and self._noted[1] != self._versions():
-            raise unreduced()
+            raise AccumulateError(
+                "the last loss of the boundary micro-batch reached parameters of DistributedDataParallel not through "
+                "its outputs, after the others were reduced, so ranks' gradients differ. Run its backward first or add "
+                "it to the other loss; then reset() and repeat the window."
+            )
         # DDP would do this (once, with a broadcast) in its next forward, which a rank without more data never reaches.
         self.ddp.reducer._rebuild_buckets()
         return True

@@ -47,6 +47,8 @@ class FSDP1Control(SyncControl):
                 "use one sharding_strategy for the whole model."
             )
         self.shard_group = module.process_group if True in sharded else None
+        between_nodes = getattr(module, "_inter_node_pg", None)  # HYBRID_SHARD only
+        self.replica_group = between_nodes if self.shard_group else module.process_group
         self.hooks = [module.register_forward_hook(ModuleHook(self._after_forward))]
 
     @property

@@ -71,6 +71,7 @@ class FSDP2Control(SyncControl):
         trainable = ([p for p in g.fsdp_params if p.sharded_param.requires_grad] for g in self._param_groups)
         self._probes = [params[0] for params in trainable if params]
         self.hidden_sums = self._first_sums
+        self.replica_group = getattr(self._mesh_info, "replicate_process_group", None)  # HSDP, replicate
         self._unused = self._param_groups
         self._flags: list[list[tuple[bool, bool, bool]]] = []
         self._upcasts: list[RemovableHandle] = []
@@ -82,8 +83,11 @@ class FSDP2Control(SyncControl):
     @override
     def groups(self) -> tuple[ProcessGroup, ...]:
         names = ("shard_process_group", "replicate_process_group")
-        info = self._param_groups[0].mesh_info if self._param_groups else None
-        return tuple(getattr(info, name) for name in names if hasattr(info, name))
+        return tuple(getattr(self._mesh_info, name) for name in names if hasattr(self._mesh_info, name))
+
+    @property
+    def _mesh_info(self) -> Any:
+        return self._param_groups[0].mesh_info if self._param_groups else None
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]  # FSDP2's own hooks break the graph here as well
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:

@@ -269,13 +269,14 @@ def both_wrapped(model: nn.Module) -> list[nn.Module]:
     return [ddp(part) for part in model.models]
 
 
-def fsdp1(model: nn.Module, strategy: str, use_orig_params: bool) -> nn.Module:
+def fsdp1(model: nn.Module, strategy: str, use_orig_params: bool, **more: Any) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     options: Any = {
         "sharding_strategy": ShardingStrategy[strategy],
         "use_orig_params": use_orig_params,
         "device_id": torch.device("cpu"),
+        **more,
     }
     if strategy == "HYBRID_SHARD":
         from torch.distributed.device_mesh import init_device_mesh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -127,6 +128,47 @@ def test_case_33_under_hsdp(counts: tuple[int, ...], sized: bool) -> None:
             same(gradients, expected(row.seed(), terms, mode))
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("counts", [(7, 5), (5, 7), (7, 7)], ids=str)
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+def test_a_callable_length_is_not_asked_on_any_rank_for_a_window_that_never_opens(
+    counts: tuple[int, int], sized: bool
+) -> None:
+    model = ddp(plain_net())
+    acc = Accumulator(model, [2, 4, 1].__getitem__)
+    every = [batches_of(r, count) for r, count in enumerate(counts)]
+    mine = every[rank()]
+    starts = [0, 2, 6, 7]
+    for term in acc.batches(mine if sized else unsized(mine)):
+        with acc.step():
+            acc.backward(loss_of(model, term), weight=term.weight)
+        if acc.is_boundary:
+            window = slice(starts[acc.updates - 1], starts[acc.updates])
+            matches(model, plain_net(), [term for terms in every for term in terms[window]])
+            model.zero_grad()
+    assert acc.updates == 3
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+def test_another_length_set_at_a_boundary_holds_for_the_next_window_on_every_rank(sized: bool) -> None:
+    model = ddp(plain_net())
+    acc = Accumulator(model, 2)
+    every = [batches_of(r, count) for r, count in enumerate((5, 8))]
+    mine = every[rank()]
+    starts = [0, 2, 5, 6, 8]
+    lengths: list[Any] = [3, lambda update: 1, 4]
+    for term in acc.batches(mine if sized else unsized(mine)):
+        with acc.step():
+            acc.backward(loss_of(model, term))
+        if acc.is_boundary:
+            window = slice(starts[acc.updates - 1], starts[acc.updates])
+            matches(model, plain_net(), [Term(t.x, t.y) for terms in every for t in terms[window]])
+            model.zero_grad()
+            acc.steps = lengths[min(acc.updates, 3) - 1]
+    assert acc.updates == 4
+
+
 # -- what is sent -----------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +272,68 @@ def test_a_backward_without_the_library_contributes_nothing_in_a_padding_batch(n
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("name", ["ddp", "ddp-find-unused", "ddp-small-buckets"])
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+def test_padding_by_a_batch_that_was_dropped_contributes_nothing(name: str, sized: bool) -> None:
+    """It is infinite, so even a backward with zeros would put NaN into the gradient."""
+    row = BY_NAME[name]
+    model = row.build()
+    acc = Accumulator(model, 2)
+    every = [batches_of(0, 2), batches_of(1, 5)]
+    every[0][1] = Term(every[0][1].x * float("inf"), every[0][1].y, 0.0)
+    mine = every[rank()]
+    windows = [every[0][:1] + every[1][:2], every[1][2:4], every[1][4:]]
+    for term in acc.batches(mine if sized else unsized(mine)):
+        loss = mean_square(row.forward(model, term.x), term.y)
+        with acc.step():
+            acc.backward(loss, weight=term.weight if torch.isfinite(loss) else 0)
+        if acc.is_boundary:
+            found = row.gradients(model)
+            same(found, gradient(row.seed(), windows.pop(0)))
+            equal_on_ranks(found)
+            model.zero_grad()
+    assert windows == []
+
+
+def as_list(term: Term) -> Any:
+    return [term.x, term.y]
+
+
+def as_dict(term: Term) -> Any:
+    return {"y": term.y, "x": term.x}
+
+
+def as_other_mapping(term: Term) -> Any:
+    return UserDict(as_dict(term))
+
+
+def as_nested_list(term: Term) -> Any:
+    return ([as_dict(term)], 3)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", [as_list, as_dict, as_other_mapping, as_nested_list])
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+def test_a_body_that_takes_its_batch_apart_finds_the_padding_whole(form: Any, sized: bool) -> None:
+    model = ddp(plain_net())
+    acc = Accumulator(model, 2)
+    counts = (1, 4)
+    mine = batches_of(rank(), counts[rank()])
+    windows = windows_of(counts, 2)
+    forms = [form(term) for term in mine]
+    for batch in acc.batches(forms if sized else unsized(forms)):
+        inner = batch[0].pop() if isinstance(batch, tuple) else batch
+        y = inner.pop() if isinstance(inner, list) else inner.pop("y")
+        x = inner.pop() if isinstance(inner, list) else inner.pop("x")
+        with acc.step():
+            acc.backward(mean_square(model(x), y), weight=len(x))
+        if acc.is_boundary:
+            matches(model, plain_net(), [Term(t.x, t.y, float(len(t.x))) for t in windows.pop(0)])
+            model.zero_grad()
+    assert windows == []
+
+
+@on_ranks(2)
 def test_padding_spares_what_no_wrapper_holds() -> None:
     """A head outside DDP: its gradient on a rank is that of this rank's own batches."""
     body, head = ddp(plain_net(1)), plain_net(2)
@@ -253,6 +357,52 @@ def test_padding_spares_what_no_wrapper_holds() -> None:
                 held = []
                 body.zero_grad()
                 head.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["backward", "backward without the library"])
+def test_padding_leaves_gradients_in_the_tensors_where_the_user_has_put_them(way: str) -> None:
+    """A plain model whose gradients are views of one buffer, which its user reduces himself."""
+    model = plain_net()
+    parameters = list(model.parameters())
+    buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+    for parameter, piece in zip(parameters, torch.split(buffer, [p.numel() for p in parameters]), strict=True):
+        parameter.grad = piece.view_as(parameter)
+    acc = Accumulator(model, 2, group=dist.group.WORLD)
+    windows = windows_of((1, 4), 2)
+    for term in acc.batches(batches_of(rank(), (1, 4)[rank()])):
+        with acc.step():
+            if way == "backward":
+                acc.backward(loss_of(model, term))
+            else:
+                run_backward(loss_of(model, term))
+        if acc.is_boundary:
+            dist.all_reduce(buffer)
+            terms = windows.pop(0)
+            oracle = gradient(plain_net(), [Term(t.x, t.y) for t in terms])
+            factor = 0.5 if way == "backward" else 1 / len(terms)
+            same({name: grad * factor for name, grad in grads_of(model).items()}, oracle)
+            buffer.zero_()
+    assert windows == []
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@on_ranks(2)
+def test_a_padding_block_that_fails_before_backward_can_be_run_again() -> None:
+    body, head = ddp(plain_net(1)), plain_net(2)
+    acc = Accumulator([body, head], 4)
+    for index, term in enumerate(acc.batches(batches_of(rank(), (1, 4)[rank()]))):
+        if index == 2:
+            with pytest.raises(MemoryError), acc.step():
+                raise MemoryError
+        with acc.step():
+            acc.backward(mean_square(head(body(term.x)), term.y))
+    assert acc.is_boundary
+    oracle = gradient(nn.Sequential(plain_net(1), plain_net(2)), [Term(t.x, t.y) for t in windows_of((1, 4), 4)[0]])
+    same(grads_of(body), {f"module.{n[2:]}": g for n, g in oracle.items() if n.startswith("0.")})
 
 
 @on_ranks(2)

@@ -164,6 +164,24 @@ def test_case_13_forward_in_one_block_and_backward_in_the_next(first_is_boundary
 
 @on_ranks(2)
 @pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("steps", [2, 3])
+def test_case_13_each_block_runs_the_backward_of_the_forward_before(find_unused: bool, steps: int) -> None:
+    model = ddp(plain_net(), find_unused_parameters=find_unused)
+    acc = Accumulator(model, steps)
+    late = loss_of(model, data(rank(), 0))
+    for index in range(3 * steps):
+        with acc.step():
+            following = loss_of(model, data(rank(), index + 1))
+            acc.backward(late)
+        late = following
+        if acc.is_boundary:
+            matches(model, plain_net(), everyone(range(index + 1 - steps, index + 1)))
+            model.zero_grad()
+    assert acc.updates == 3
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("windows", [1, 3])
 def test_case_14_one_forward_two_losses_two_backwards_at_the_boundary(find_unused: bool, windows: int) -> None:
     model = ddp(plain_net(), find_unused_parameters=find_unused)

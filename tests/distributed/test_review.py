@@ -161,6 +161,29 @@ def test_a_plain_head_beside_fully_shard_gets_nothing_of_a_dropped_loss(
         model.zero_grad()
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("beside", ["ddp-static-graph", "fsdp2", "ddp"])
+@pytest.mark.parametrize("dropped", [[(0, 0, 0)], [(0, 1, 1)], [(1, 0, 0), (1, 0, 1)]])
+def test_a_loss_of_two_models_whose_slope_is_not_finite_is_dropped_from_both(
+    beside: str, dropped: list[tuple[int, int, int]]
+) -> None:
+    row = BY_NAME[beside]
+    first, second = row.build(), ddp(plain_net(2))
+    acc = Accumulator([first, second], 2)
+    for w in range(2):
+        terms = plan(w, dropped)
+        for term in terms[rank()]:
+            with acc.step():
+                losses = loss_of(first, term), loss_of(second, term)
+                if not term.weight:
+                    losses = ((losses[0] - losses[0].detach()).sqrt(), (losses[1] - losses[1].detach()).sqrt())
+                acc.backward(losses[0] + losses[1], weight=number(term))
+        for model, seed, found in ((first, row.seed(), row.gradients(first)), (second, plain_net(2), grads(second))):
+            same(found, gradient(seed, live(terms)))
+            equal_on_ranks(found)
+            model.zero_grad()
+
+
 # -- what happened to the gradients between two blocks ----------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,11 +24,17 @@ _REDUCING = ("allreduce", "all_reduce", "reduce_scatter")
 
 
 class Collective(NamedTuple):
-    """One operation: its name without namespace and overload, and the elements that each rank puts in."""
+    """One operation: its name without namespace and overload, the elements of its full-sized side, and its ranks."""
 
     kind: str
     numel: int
     dtype: torch.dtype
+    ranks: int = 0
+    """The size of the process group, if the operation names one."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
     @property
     def is_gradient_reduction(self) -> bool:
@@ -76,11 +83,20 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
 def _describe(func: torch._ops.OpOverload[..., Any], args: tuple[object, ...]) -> Collective:
     tensors = list(_tensors(args))
     kind = func.__name__.partition(".")[0].strip("_")
+    ranks = next((_size(arg) for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg)), 0)
     if not tensors:
-        return Collective(kind, 0, torch.uint8)
+        return Collective(kind, 0, torch.uint8, ranks)
     # _reduce_scatter_base_(output, input, ...) puts in the second, all others the first (or all of a list)
     numel = tensors[1].numel() if kind == "reduce_scatter_base" else sum(t.numel() for t in _tensors(args[:1]))
-    return Collective(kind, numel, tensors[0].dtype)
+    return Collective(kind, numel, tensors[0].dtype, ranks)
+
+
+def _is_group(boxed: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in str(boxed._type())
+
+
+def _size(boxed: torch.ScriptObject) -> int:
+    return dist.ProcessGroup.unbox(boxed).size()
 
 
 def _tensors(value: object) -> Iterable[Tensor]:

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,6 +162,18 @@ def test_a_callable_length_is_asked_once_for_each_update() -> None:
 
 
 @pytest.mark.parametrize("source", [terms, generator])
+@pytest.mark.parametrize("last", ["close", "carry"])
+def test_a_callable_length_is_not_asked_for_a_window_that_never_opens(source: Any, last: Any) -> None:
+    model = plain_net()
+    acc = Accumulator(model, [2, 4, 1].__getitem__)
+    for term in acc.batches(source(7), last=last):
+        run(acc, model, term)
+        if acc.is_boundary:
+            model.zero_grad()
+    assert (acc.updates, acc.position) == (3, 0)
+
+
+@pytest.mark.parametrize("source", [terms, generator])
 def test_a_window_closed_early_by_the_caller_ends_there(source: Any) -> None:
     model = plain_net()
     acc = Accumulator(model, 4)
@@ -207,6 +220,71 @@ def test_flush_inside_the_loop_closes_the_window_and_the_loop_goes_on() -> None:
             held = 0
             model.zero_grad()
     assert sizes == [1, 4, 2]
+
+
+@pytest.mark.parametrize("before", range(8))
+@pytest.mark.parametrize("source", [terms, generator])
+@pytest.mark.parametrize("mode", ["none", "late", "ahead"])
+def test_flush_between_a_batch_and_its_block_begins_a_window_that_ends_with_the_data(
+    source: Any, before: int, mode: str
+) -> None:
+    model = plain_net()
+    acc = Accumulator(model, 4)
+    held: list[Term] = []
+    counted = 0
+
+    def check() -> None:
+        same(grads(model), mean(held) if mode == "none" else gradient(plain_net(), held))
+        model.zero_grad()
+
+    for index, term in enumerate(acc.batches(source(7), weight=(lambda t: t.weight) if mode == "ahead" else None)):
+        if index == before and acc.flush():
+            check()
+            counted, held = counted + len(held), []
+        held.append(term)
+        run(acc, model, term, None if mode == "none" else term.weight)
+        if acc.is_boundary:
+            check()
+            counted, held = counted + len(held), []
+    assert (counted, acc.position) == (7, 0)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+def test_reset_between_a_batch_and_its_block_begins_the_window_with_it(first: int) -> None:
+    model = plain_net()
+    acc = Accumulator(model, 3)
+    held: list[Term] = []
+    sizes = []
+    for index, term in enumerate(acc.batches(terms(5))):
+        if index == first:
+            acc.reset()
+            held = []
+        held.append(term)
+        run(acc, model, term)
+        if acc.is_boundary:
+            same(grads(model), mean(held))
+            sizes.append(len(held))
+            held = []
+            model.zero_grad()
+    assert sizes == {0: [3, 2], 1: [2, 2], 2: [1, 2], 3: [3, 2]}[first]
+
+
+def test_the_block_of_a_batch_can_be_run_again_after_reset() -> None:
+    model = plain_net()
+    acc = Accumulator(model, 3)
+    sizes: list[int] = []
+    for index, term in enumerate(acc.batches(terms(5))):
+        if index == 1:
+            with pytest.raises(MemoryError), acc.step():
+                acc.backward(loss_of(model, term))
+                raise MemoryError
+            acc.reset()
+        run(acc, model, term)
+        if acc.is_boundary:
+            same(grads(model), mean(terms(5)[1:3] if not sizes else terms(5)[3:]))
+            sizes.append(index)
+            model.zero_grad()
+    assert sizes == [2, 4]
 
 
 # -- weights ahead ----------------------------------------------------------------------------------------------------
@@ -380,6 +458,19 @@ def test_a_second_loop_in_mid_window_is_refused_and_the_first_goes_on() -> None:
     same(grads(model), mean(terms(4)))
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_only_the_window_that_a_loop_has_carried_goes_on_in_the_next(count: int) -> None:
+    model = plain_net()
+    acc = Accumulator(model, 2)
+    for term in acc.batches(terms(count), last="carry"):
+        run(acc, model, term)
+    assert acc.flush() == (count == 3)
+    model.zero_grad()
+    run(acc, model, terms(1)[0])
+    with pytest.raises(WindowError, match=r"batches\(\) begins while a window is open after micro-batch 1 of 2"):
+        next(iter(acc.batches(terms(2))))
+
+
 def test_a_loop_that_another_one_has_replaced_says_so() -> None:
     model = plain_net()
     acc = Accumulator(model, 1)
@@ -459,6 +550,7 @@ def test_no_batch_and_no_worker_process_is_kept_alive() -> None:
     acc = Accumulator(model, 4)
     loader = DataLoader(Stream(40), batch_size=1, num_workers=1, multiprocessing_context="fork")
     alive: list[Any] = []
+    others = set(multiprocessing.active_children())
     for x in acc.batches(loader):
         alive.append(weakref.ref(x))
         with acc.step():
@@ -469,6 +561,56 @@ def test_no_batch_and_no_worker_process_is_kept_alive() -> None:
     acc.reset()
     gc.collect()
     assert [ref for ref in alive if ref() is not None] == []
+    assert set(multiprocessing.active_children()) == others
+
+
+def test_an_iterator_of_the_users_is_not_closed(tmp_path: Path) -> None:
+    model = plain_net()
+    acc = Accumulator(model, 2)
+    everything = generator(12)
+    sizes = []
+    for _ in range(3):
+        seen = 0
+        for term in acc.batches(everything):
+            run(acc, model, term)
+            seen += 1
+            if seen == 4:
+                model.zero_grad()
+                break
+            if acc.is_boundary:
+                model.zero_grad()
+        sizes.append(seen)
+    assert sizes == [4, 4, 0]  # what was pulled ahead when a loop was left is gone, but no more
+    (tmp_path / "indices").write_text("0\n1\n2\n")
+    with (tmp_path / "indices").open() as file:
+        for _ in range(2):
+            file.seek(0)
+            for line in acc.batches(file):
+                run(acc, model, data(0, int(line)))
+                if acc.is_boundary:
+                    model.zero_grad()
+    assert acc.updates == 8
+
+
+def test_a_kept_traceback_keeps_no_worker_process() -> None:
+    model = plain_net()
+    acc = Accumulator(model, 2)
+    loader = DataLoader(Stream(40), batch_size=1, num_workers=1, multiprocessing_context="fork")
+    counted = []
+
+    def count(x: Tensor) -> int:
+        counted.append(weakref.ref(x))
+        if len(counted) == 5:
+            raise ValueError("cannot be counted")
+        return len(x)
+
+    with pytest.raises(ValueError, match="cannot be counted") as kept:
+        for x in acc.batches(loader, weight=count):
+            with acc.step():
+                acc.backward(model(x).square().mean(), weight=len(x))
+            if acc.is_boundary:
+                model.zero_grad()
+    assert kept.value.__traceback__ is not None
     assert multiprocessing.active_children() == []
 
 
@@ -566,6 +708,20 @@ def test_a_function_that_counts_wrongly_is_an_error_when_its_batch_is_due() -> N
     for value, error in ((-1, ValueError), (float("nan"), ValueError), ("4", TypeError), (None, TypeError)):
         with pytest.raises(error, match="weight must be"):
             next(iter(acc.batches(terms(2), weight=lambda t, value=value: value)))  # type: ignore[misc]  # bad on purpose
+
+
+def test_a_function_that_raises_stop_iteration_does_not_end_the_data_silently() -> None:
+    model = plain_net()
+    acc = Accumulator(model, 2)
+    counts = iter([1.0, 1.0, 1.0])
+    seen = 0
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        for term in acc.batches(terms(5), weight=lambda t: next(counts)):
+            run(acc, model, term, weight=1.0)
+            seen += 1
+            if acc.is_boundary:
+                model.zero_grad()
+    assert seen == 3
 
 
 def test_batches_of_a_closed_accumulator_or_inside_a_block_are_refused() -> None:

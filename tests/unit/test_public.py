@@ -20,6 +20,7 @@ DOCUMENTED = {
     "UnsupportedWrapperError",
     "WindowError",
     "__version__",
+    "check",
     "no_sync",
     "register",
 }
@@ -75,7 +76,7 @@ def test_the_public_names_belong_to_the_package_and_say_what_they_promise() -> N
 def test_everything_after_the_second_argument_is_keyword_only() -> None:
     parameters = list(inspect.signature(accumulate.Accumulator).parameters.values())
     assert [p.name for p in parameters[:2]] == ["model", "steps"]
-    assert [p.name for p in parameters[2:]] == ["policy", "group"]
+    assert [p.name for p in parameters[2:]] == ["policy", "scaler", "group", "verify"]
     assert {p.kind for p in parameters[2:]} == {inspect.Parameter.KEYWORD_ONLY}
 
 
@@ -92,7 +93,7 @@ def test_importing_it_after_torch_imports_no_wrapper() -> None:
     new = in_a_fresh_process(code)
     assert "accumulate._accumulator" in new
     assert [name for name in new if name.startswith(("torch.distributed.fsdp", "torch._dynamo"))] == []
-    assert [name for name in new if name.startswith("accumulate.wrappers.")] == []
+    assert [name for name in new if name.startswith(("accumulate.wrappers.", "accumulate.checking"))] == []
     assert [name for name in new if not name.startswith(("accumulate", "torch", "typing_extensions"))] == []
 
 
