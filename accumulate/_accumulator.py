@@ -40,12 +40,12 @@ class Accumulator(Reports):
     """N micro-batches give one exact gradient and one reduction, in any loop and under any wrapper.
 
     ``model`` is a module or several; ``steps`` the micro-batches of one window: an int >= 1, or a callable of the
-    update index, read once when a window opens. ``policy`` says what sharded wrappers keep between micro-batches
-    ("balanced" is the only one so far). ``scaler`` is a ``torch.amp.GradScaler`` (of one or more accumulators): losses
-    are then multiplied by its factor, and ``.grad`` holds it until the gradients are unscaled. ``group`` overrules the
-    ranks over which weights are summed (default: those that the wrapper averages over). ``verify=True`` compares
-    windows and gradients over the ranks at each boundary, and raises on all of them; a number is how many seconds one
-    waits for the others (True: 300). Construct it on every rank, once the model is wrapped and its weights are loaded.
+    update index, read once when a window opens. ``policy`` says what FSDP keeps between micro-batches: "memory"
+    nothing, "balanced" gradients and what backward has gathered, "speed" all parameters. With ``scaler``, a
+    ``torch.amp.GradScaler``, losses are multiplied by its factor, and ``.grad`` holds it until unscaled. ``group``
+    overrules the ranks over which weights are summed (default: those that the wrapper averages over). ``verify=True``
+    compares windows and gradients over the ranks at each boundary, and raises on all of them; a number is how many
+    seconds one waits for the others (True: 300). Construct it on every rank, with the wrapped and loaded model.
 
     Raises ``TypeError`` or ``ValueError`` for a wrong argument, :class:`UnsupportedWrapperError` for a
     wrapper that cannot be steered, :class:`AccumulateError` if ranks disagree.
@@ -63,7 +63,7 @@ class Accumulator(Reports):
     ) -> None:
         models = arguments.as_models(model)
         steps = arguments.check_setting(steps)
-        self._policy = arguments.check_policy(policy)
+        policy = arguments.check_policy(policy)
         scaler = arguments.check_scaler(scaler)
         self._found = find(models)
         try:
@@ -77,7 +77,7 @@ class Accumulator(Reports):
             seconds = arguments.check_verify(verify)
             verifier = Verifier(ranks, self._found, seconds) if seconds else None
             guess = None if scaler is None else FIRST_WEIGHT
-            self._windows = Windows(steps, self._found, gradients, ranks, models, verifier, guess)
+            self._windows = Windows(steps, self._found, gradients, ranks, models, policy, verifier, guess)
         except BaseException:
             release(self._found)
             raise
@@ -191,11 +191,21 @@ class Accumulator(Reports):
     def steps(self, steps: int | Callable[[int], int]) -> None:
         self._windows.lengths.setting = arguments.check_setting(steps)
 
+    @property
+    def policy(self) -> str:
+        """What sharded wrappers keep between micro-batches; a new value takes effect when the next window opens."""
+        return self._windows.policy
+
+    @policy.setter
+    def policy(self, policy: str) -> None:
+        self._windows.policy = arguments.check_policy(policy)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the closed window's gradient to ``max_norm``; returns its norm before, over all shards and
         models.
 
-        A 0-dim tensor, the same on every rank of a wrapped model. Raises :class:`WindowError` off the boundary, where
+        A 0-dim tensor, the same on every rank of a wrapped model. A scaler's factor is not in it, whether the gradients
+        have been unscaled or not; that is left as it is. Raises :class:`WindowError` off the boundary, where
         gradients are partial (FSDP2 would report 0), ``ValueError`` for a negative or NaN ``max_norm``.
         """
         self._windows.require_boundary("clip_grad_norm_")
@@ -210,11 +220,14 @@ class Accumulator(Reports):
     def optimizer_step(
         self, *optimizers: Optimizer, max_norm: float | None = None, schedulers: Iterable[Steppable] = ()
     ) -> bool:
-        """At a boundary: clip, step the optimizers and schedulers, clear the gradients. Off the boundary:
-        nothing.
+        """At a boundary: unscale, clip, step the optimizers, update the scaler, step the schedulers, clear the
+        gradients. Off the boundary: nothing.
 
         Returns whether the step was taken: an optimizer takes each update once, so this can be called after every
-        block. Raises ``TypeError`` without an optimizer, :class:`WindowError` inside a block.
+        block. With a scaler, a gradient that is not finite on any rank skips all the optimizers of the call, and the
+        schedulers; the scaler is updated once per window, when its last optimizer has been given here. Raises
+        ``TypeError`` without an optimizer, :class:`WindowError` inside a block, or if the gradients were unscaled and
+        ``scaler.update()`` called already.
         """
         if not optimizers:
             raise TypeError("optimizer_step() needs at least one optimizer")

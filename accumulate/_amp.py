@@ -36,7 +36,9 @@ class Amp:
         self._gradients = gradients
         self._ranks = ranks
         self._params = {id(p) for each in gradients for p in each.params}
-        self._moment = (-1, -1)
+        self._factor: Tensor | None = None
+        """The factor of the last window that this rank has scaled, and the scaler's moment then."""
+        self._moment = (0, 0)
         self._closed: Tally | None = None
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
@@ -62,7 +64,7 @@ class Amp:
         tally = self._windows.open
         assert tally is not None  # the term was just tallied
         if tally.loss_scale is None:
-            tally.loss_scale = self._scaler.factor(term.device)
+            tally.loss_scale = self._factor = self._scaler.factor(term.device)
             self._moment = self._scaler.moment()
         return term * tally.loss_scale.to(term.device)
 
@@ -76,7 +78,6 @@ class Amp:
         total, count = self._ranks.start_sum(values).result()
         if factor is None and count.item():  # else the user scales
             tally.loss_scale = (total / count).float()
-            self._moment = (-1, -1)
 
     # -- the gradients ------------------------------------------------------------------------------------------------
 
@@ -95,7 +96,8 @@ class Amp:
         self._follow()
         own = [p for p in _params(optimizer) if id(p) in self._params and id(p) not in self._unscaled]
         held = None if self._closed is None else self._closed.loss_scale
-        if held is not None and self._moment != self._scaler.moment():
+        is_present = held is self._factor and self._moment == self._scaler.moment()
+        if held is not None and not is_present:
             ratio = self._scaler.factor(held.device) / held
             for grad in (p.grad for p in own if p.grad is not None):
                 grad.mul_(ratio.to(grad.device))

@@ -26,7 +26,7 @@ __all__ = [
     "refuse_optimizer_in_backward",
 ]
 
-POLICIES = ("balanced",)
+POLICIES = ("memory", "balanced", "speed")
 PATIENCE = 300.0
 """Seconds that ``verify=True`` waits for the other ranks."""
 

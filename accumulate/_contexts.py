@@ -46,7 +46,10 @@ class no_sync:  # noqa: N801 - a context manager that reads as a verb, like torc
         if self._found:
             raise WindowError("this no_sync(model) is entered already; call no_sync(model) again for a nested block")
         found = find(self._models)
+        self._policies = [control.policy for _, control in found]
         try:
+            for _, control in found:
+                control.policy = "balanced"  # under "memory" every backward reduces
             begin([control for _, control in found], reduce=False)
         except BaseException:
             release(found)
@@ -55,6 +58,7 @@ class no_sync:  # noqa: N801 - a context manager that reads as a verb, like torc
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         found, self._found = self._found, []
-        for _, control in reversed(found):
+        for (_, control), policy in zip(reversed(found), reversed(self._policies), strict=True):
             control.end()
+            control.policy = policy
         release(found)

@@ -53,9 +53,9 @@ class Kept:
 
     def __init__(self, param: nn.Parameter) -> None:
         self._param = param
-        self._grad = param.grad
-        self._copy = None if param.grad is None else param.grad.clone()
-        self._version = -1 if param.grad is None else param.grad._version
+        self._grad = grad = param.grad
+        self._copy = None if grad is None else grad.clone()
+        self._version = -1 if grad is None else grad._version
 
     @torch.no_grad()
     def restore(self) -> None:

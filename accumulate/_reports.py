@@ -21,7 +21,6 @@ class Reports:
     _gradients: Sequence[Gradients]
     _found: Sequence[Found]
     _grad_norm: Tensor | None
-    _policy: str
 
     @property
     def is_boundary(self) -> bool:
@@ -85,4 +84,4 @@ class Reports:
         )
         wrappers = ", ".join(self._wrappers()) or "none"
         steps = f"steps={windows.lengths.setting}, ranks={ranks}{window}"
-        return f"Accumulator({steps}, wrappers=[{wrappers}], policy={self._policy!r})"
+        return f"Accumulator({steps}, wrappers=[{wrappers}], policy={windows.policy!r})"

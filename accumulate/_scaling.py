@@ -50,8 +50,8 @@ def window_scale(steps: int, mean_weight: float | Tensor | None) -> float | Tens
 
 
 def counted_scale(ranks: int, total: Tensor) -> Tensor:
-    """The exact scale of a window whose weights have been summed ahead; 0 for a total weight of 0."""
-    return torch.where(total > 0, ranks / total, torch.zeros_like(total))
+    """The exact scale of a window whose weights have been summed ahead; for a sum of 0 any that further losses bear."""
+    return torch.where(total > 0, ranks / total, torch.ones_like(total))
 
 
 def correction(ranks: int, scale: float | Tensor, total: Tensor) -> Tensor:

@@ -57,6 +57,8 @@ class SyncControl(ABC):
         self.users = 0
         self.drop = False
         """Set during a micro-batch of weight 0 whose backward has to run: it must contribute zeros."""
+        self.policy = "balanced"
+        """What to keep between micro-batches: "memory", "balanced" or "speed"; it changes between windows only."""
         self.disturbed = False
         """Set when a backward reached the module since ``begin``; an exception then breaks the window."""
         self.backwards = 0

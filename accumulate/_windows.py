@@ -35,10 +35,12 @@ class Windows:
         gradients: Sequence[Gradients],
         ranks: Ranks,
         models: Mapping[str, nn.Module],
+        policy: str,
         verifier: Verifier | None,
         mean_weight: float | None = None,
     ) -> None:
         self.lengths = Lengths(steps)
+        self.policy = policy
         self.ranks = ranks
         self.micro_steps = 0
         self.updates = 0
@@ -227,6 +229,8 @@ class Windows:
 
     def _new_tally(self) -> Tally:
         self.surroundings.check()
+        for control in self._controls:
+            control.policy = self.policy
         plan = self.loops.plan
         steps = self.lengths.of(self.updates) if plan is None else plan.steps
         guards.refuse_hooks(self._gradients, steps)

@@ -250,3 +250,6 @@ class DDPControl(SyncControl):
             self.ddp.reducer._check_reducer_finalized()
         except RuntimeError:  # a reduction that failed half-way; without this every later forward raises
             self.ddp.reducer._reset_state()
+        if self.ddp.find_unused_parameters and not self.ddp.static_graph:
+            # torch 2.13: it has noted what the dropped backwards used, and would reduce gradients that are gone.
+            self.ddp.reducer._reset_state()

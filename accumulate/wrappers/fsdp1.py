@@ -75,7 +75,7 @@ class FSDP1Control(SyncControl):
         if not self._flags:
             self.disturbed = False
         self._flags.append([m._sync_gradients for m in self._instances])
-        if reduce:
+        if reduce or self.policy == "memory":
             self._versions = [self._version(handle) for handle in self._handles]
         else:
             for module in self._instances:
@@ -108,18 +108,23 @@ class FSDP1Control(SyncControl):
 
     def _reduced(self, handle: Any, version_before: int) -> bool:
         """Whether a unit holds no local sum: by the size of its gradient or, if NO_SHARD keeps that, by its version."""
+        if self._is_reduced(handle) or handle.uses_sharded_strategy:
+            return self._is_reduced(handle)
+        return bool(self._instances[0]._sync_gradients and handle.flat_param.grad._version != version_before)
+
+    @staticmethod
+    def _is_reduced(handle: Any) -> bool:
+        """Whether its gradient is a shard or none; NO_SHARD's never tells."""
         flat = handle.flat_param
         if flat.grad is None:
             return True
-        if handle.uses_sharded_strategy:
-            return bool(flat.grad.size() == flat._local_shard.size())
-        return bool(self._instances[0]._sync_gradients and flat.grad._version != version_before)
+        return bool(handle.uses_sharded_strategy and flat.grad.size() == flat._local_shard.size())
 
     @override
     def flush(self) -> None:
         for module in reversed(self._instances):
             handle = module._handle
-            if handle is not None and handle.flat_param.grad is not None:
+            if handle is not None and not self._is_reduced(handle):
                 module.training_state = TrainingState.FORWARD_BACKWARD
                 handle._training_state = HandleTrainingState.BACKWARD_PRE
                 _post_backward_hook(module, handle, handle.flat_param)

@@ -26,9 +26,23 @@ if TYPE_CHECKING:
 
 __all__ = ["FSDP2Control"]
 
+_FLAGS = (
+    "reduce_grads",
+    "all_reduce_grads",
+    "reshard_after_backward",
+    "post_forward_mesh_info",
+    "reduce_scatter_unused_params",  # torch 2.13
+)
+
 
 def _state(module: nn.Module) -> Any:
     return module._get_fsdp_state()  # type: ignore[operator]  # FSDPModule's; the caller has checked the class
+
+
+def _own_groups(state: Any) -> list[Any]:
+    """The parameter groups of one module."""
+    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13 allows several, earlier versions one or none
+    return [g for g in ([state._fsdp_param_group] if several is None else several) if g is not None]
 
 
 def _param_groups(module: nn.Module) -> list[Any]:
@@ -36,12 +50,7 @@ def _param_groups(module: nn.Module) -> list[Any]:
     groups: dict[int, Any] = {}
     for child in module.modules():
         if hasattr(type(child), "_get_fsdp_state"):
-            state = _state(child)
-            # torch 2.13 allows several groups for one module; earlier versions have one or none.
-            several = getattr(state, "_fsdp_param_groups", None)
-            for group in [state._fsdp_param_group] if several is None else several:
-                if group is not None:
-                    groups[id(group)] = group
+            groups.update((id(group), group) for group in _own_groups(_state(child)))
     return list(groups.values())
 
 
@@ -73,7 +82,7 @@ class FSDP2Control(SyncControl):
         self.hidden_sums = self._first_sums
         self.replica_group = getattr(self._mesh_info, "replicate_process_group", None)  # HSDP, replicate
         self._unused = self._param_groups
-        self._flags: list[list[tuple[bool, bool, bool]]] = []
+        self._flags: list[list[list[Any]]] = []
         self._upcasts: list[RemovableHandle] = []
         for group in self._param_groups:
             group.reshard()  # so that the module shows the sharded parameters, the ones that optimizers update
@@ -84,6 +93,11 @@ class FSDP2Control(SyncControl):
     def groups(self) -> tuple[ProcessGroup, ...]:
         names = ("shard_process_group", "replicate_process_group")
         return tuple(getattr(self._mesh_info, name) for name in names if hasattr(self._mesh_info, name))
+
+    @property
+    def shards(self) -> bool:
+        """Whether parameters are split at all; the FSDP-based ``replicate`` keeps them whole."""
+        return hasattr(self._mesh_info, "shard_process_group")
 
     @property
     def _mesh_info(self) -> Any:
@@ -99,12 +113,15 @@ class FSDP2Control(SyncControl):
         # torch 2.13: with reduce_grads off, a unit that forward has never used raises AttributeError after backward. It
         # holds nothing to reduce.
         self._unused = [group for group in self._unused if not _was_used(group)]
-        for group in self._unused if self._flags and self._flags[-1] else ():
+        for group in self._unused if self._flags else ():
             group.reduce_grads = True  # until end()
         return torch.zeros_like(grad) if self.drop else None
 
     def _first_sums(self) -> list[Tensor | None]:
         """One sum of each group, where ``model.zero_grad()`` finds it while parameters are unsharded."""
+        if self.policy == "memory":  # it is reduced already, and lies where optimizers find it
+            grads = [param.sharded_param.grad for param in self._probes]
+            return [None if grad is None else grad._local_tensor for grad in grads]
         unsharded = [getattr(param, "_unsharded_param", None) for param in self._probes]
         return [None if param is None else param.grad for param in unsharded]
 
@@ -117,12 +134,32 @@ class FSDP2Control(SyncControl):
             )
         if not self._flags:
             self.disturbed = False
-        groups = [] if reduce else self._param_groups
-        self._flags.append([(g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward) for g in groups])
-        for group in groups:
-            group.reduce_grads = group.all_reduce_grads = group.reshard_after_backward = False
+        self._flags.append([[self._found(group, name) for name in _FLAGS] for group in self._param_groups])
+        for group in self._param_groups:
+            self._set_flags(group, reduce)
         if reduce:
             self._upcast_first_gradients()
+
+    def _found(self, group: Any, name: str) -> Any:
+        """A flag as it is, or as torch is about to make it: the first forward keeps the root's parameters."""
+        state = _state(self.module)
+        is_new = name == "post_forward_mesh_info" and state._is_root is None and state._auto_reshard_after_forward
+        return None if is_new and group in _own_groups(state) else getattr(group, name, None)
+
+    def _set_flags(self, group: Any, reduce: bool) -> None:
+        if self.policy == "speed":
+            group.post_forward_mesh_info = None
+        if self.policy == "memory":
+            group.all_reduce_grads = group.all_reduce_grads and reduce
+            if self.replica_group is not None and self.shards:
+                if not hasattr(group, "reduce_scatter_unused_params"):
+                    raise UnsupportedWrapperError(
+                        'policy="memory" on a 2-D mesh needs torch 2.13: before it, what a unit that is unused at the '
+                        'boundary holds is lost. Use "balanced" or "speed".'
+                    )
+                group.reduce_scatter_unused_params = True
+        elif not reduce:
+            group.reduce_grads = group.all_reduce_grads = group.reshard_after_backward = False
 
     def _upcast_first_gradients(self) -> None:
         """Let a parameter whose first gradient of the window comes at the boundary join the sums in ``reduce_dtype``.
@@ -143,12 +180,9 @@ class FSDP2Control(SyncControl):
         for handle in self._upcasts:
             handle.remove()
         self._upcasts = []
-        for group, (reduce, all_reduce, reshard) in zip(self._param_groups, flags, strict=False):
-            group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward = (
-                reduce,
-                all_reduce,
-                reshard,
-            )
+        for group, found in zip(self._param_groups, flags, strict=True):
+            for name, value in zip(_FLAGS, found, strict=True):
+                setattr(group, name, value)
         state = _state(self.module)
         if state._state_ctx.iter_forward_root is not None or state._training_state.name != "IDLE":
             self.disturbed = True  # an exception in the middle of forward
@@ -157,7 +191,8 @@ class FSDP2Control(SyncControl):
     def finish(self) -> bool:
         for group in self._param_groups:
             group.reshard()  # parameters left unsharded would miss the optimizer's update, silently
-        return not any(self._hidden(param) for group in self._param_groups for param in group.fsdp_params)
+        hidden = any(self._hidden(param) for group in self._param_groups for param in group.fsdp_params)
+        return not hidden and all(group._partial_reduce_output is None for group in self._param_groups)
 
     @staticmethod
     def _hidden(param: Any) -> bool:
@@ -170,7 +205,11 @@ class FSDP2Control(SyncControl):
     def flush(self) -> None:
         # What torch's own pipeline schedules do at the end of a step.
         for group in reversed(self._param_groups):
+            found = getattr(group, "reduce_scatter_unused_params", None)
+            if group._partial_reduce_output is not None:
+                group.reduce_scatter_unused_params = True
             group.post_backward()
+            group.reduce_scatter_unused_params = found
         _state(self.module)._root_post_backward_final_callback()
         self.finish()
 

@@ -181,6 +181,36 @@ def test_case_13_each_block_runs_the_backward_of_the_forward_before(find_unused:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("way", ["reset", "close"])
+def test_a_head_that_only_a_dropped_window_used_is_forgotten(way: str) -> None:
+    """torch's reducer has noted it as used, and would reduce a gradient that is not there."""
+    row = BY_NAME["ddp-find-unused"]
+    model = row.build()
+    acc = Accumulator(model, 2)
+
+    def signed(index: int, value: float) -> Term:
+        term = data(rank(), index)
+        term.x[0, 0] = value
+        return term
+
+    for _ in range(2):
+        feed(acc, model, [signed(index, -1.0) for index in range(2)])  # without the other head
+        terms = [signed(index, -1.0) for index in range(2)]
+        every: list[list[Term]] = [[], []]
+        dist.all_gather_object(every, terms)
+        found = row.gradients(model)
+        same(found, gradient(row.seed(), [*every[0], *every[1]]))
+        model.zero_grad()
+        feed(acc, model, [signed(5, 1.0)])  # with it, off the boundary
+        if way == "reset":
+            acc.reset()
+        else:
+            acc.close()
+            model.zero_grad()
+            acc = Accumulator(model, 2)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("windows", [1, 3])
 def test_case_14_one_forward_two_losses_two_backwards_at_the_boundary(find_unused: bool, windows: int) -> None:

@@ -361,6 +361,21 @@ def test_a_window_of_weight_zero_counted_ahead_has_zero_gradients() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
+@pytest.mark.parametrize("as_tensors", [False, True])
+def test_a_window_of_weight_zero_counted_ahead_may_be_kept_open_for_more(as_tensors: bool) -> None:
+    model = plain_net()
+    acc = Accumulator(model, 2)
+    items = [term._replace(weight=weight) for term, weight in zip(terms(4), (0.0, 0.0, 3.0, 2.0), strict=True)]
+
+    def count(term: Term) -> float | Tensor:
+        return torch.tensor(term.weight) if as_tensors else term.weight
+
+    for index, term in enumerate(acc.batches(items, weight=count)):
+        with acc.step(boundary=index == 3):
+            acc.backward(loss_of(model, term), weight=count(term))
+    same(grads(model), gradient(plain_net(), items))
+
+
 def test_a_mixed_window_closed_early_is_refused() -> None:
     model = plain_net()
     acc = Accumulator(model, 3)
