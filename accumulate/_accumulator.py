@@ -89,8 +89,8 @@ class Accumulator(Reports):
         self._grad_norm: Tensor | None = None
         self._term = self._windows.term if self._amp is None else self._amp.term
         self._updates = Updates(self._amp)
-        facts = {"policy": policy, "scaler": None if scaler is None else type(scaler).__name__, "wrappers": wrappers}
-        self._state = State(self._windows, gradients, self._found, self._updates, **facts)
+        facts = {"scaler": None if scaler is None else type(scaler).__name__, "wrappers": wrappers}
+        self._state = State(self._windows, gradients, self._found, self._updates, self._amp, facts)
         advice = [] if steps == 1 else [*batch_statistics(models.values())]
         if group is None:
             advice += local_gradients(models.values(), self._found)

@@ -32,7 +32,13 @@ _STATE: Fields = {
     "fits": (dict, _ABSENT),
     "gradients": (dict, _ABSENT),
 }
-_FITS: Fields = {"steps": (int,), "policy": (str,), "wrappers": (list,), "parameters": (dict,)}
+_FITS: Fields = {
+    "steps": (int,),
+    "policy": (str,),
+    "scaler": (str, _ABSENT),
+    "wrappers": (list,),
+    "parameters": (dict,),
+}
 _WINDOW: Fields = {name.lstrip("_"): types for name, types in Tally.SAVED.items()}
 _DIMENSIONS = {"losses": 1, "means": 1, "counted": 1}
 """Of the tensors; all others hold one number."""

@@ -11,13 +11,14 @@ What forced this design:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, distributed as dist
 
 from ._agreement import Report, agree, exchange, expect_rest
+from ._amp import Amp
 from ._errors import WindowError
 from ._gradients import Gradients
 from ._guards import refuse_changed_gradients
@@ -35,12 +36,19 @@ class State:
     """Saves and loads what one accumulator knows, its partial gradients included."""
 
     def __init__(
-        self, windows: Windows, gradients: Sequence[Gradients], found: Sequence[Found], updates: Updates, **facts: Any
+        self,
+        windows: Windows,
+        gradients: Sequence[Gradients],
+        found: Sequence[Found],
+        updates: Updates,
+        amp: Amp | None,
+        facts: Mapping[str, object],
     ) -> None:
         self._windows = windows
         self._gradients = gradients
         self._found = found
         self._updates = updates
+        self._amp = amp
         self._facts = facts
         """What has to be the same in mid-window, by the names that messages give them."""
 
@@ -99,7 +107,10 @@ class State:
         """Whether the closed window's gradient still waits for its update, and can be saved."""
         if not any(each.is_due for each in self._gradients):
             return False
-        if (what := self._not_in_grad()) is None:
+        what = self._not_in_grad()
+        if self._amp is not None and self._amp.has_unscaled:
+            what = "it has been unscaled, which the scaler's own state does not tell"
+        if what is None:
             return True
         warnings.warn(
             f"the gradient of the closed window is not saved: {what}. Save after the update, or with gradients=False.",
@@ -110,7 +121,8 @@ class State:
     def _fits(self, updates: int) -> dict[str, object]:
         """What a partial gradient fits."""
         parameters = {each.name: {k: describe(p) for k, p in each.named.items()} for each in self._gradients}
-        return {"steps": self._windows.lengths.of(updates), **self._facts, "parameters": parameters}
+        steps, policy = self._windows.lengths.of(updates), self._windows.policy
+        return {"steps": steps, "policy": policy, **self._facts, "parameters": parameters}
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -195,7 +207,7 @@ class State:
         windows.updates, windows.micro_steps = ready["updates"], ready["micro_steps"]
         windows.is_boundary, windows.open = ready["is_boundary"], tally
         windows.closed = ready["closed"] if all(report.is_own for report in every) else None
-        windows.correction.mean_weight = ready["mean_weight"]
+        windows.correction.restore(ready["mean_weight"])
         if tally is not None:
             windows.loops.resume(tally)
             expect_rest(tally, every)

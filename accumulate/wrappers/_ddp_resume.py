@@ -21,35 +21,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["DDPResuming", "LocalSums"]
-
-
-class LocalSums:
-    """This rank's own sums, put back after a reduction that only torch needs."""
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.kept: list[Kept] = []
-        self._ddp = ddp
-
-    def keep(self) -> None:
-        """Called in backward: note the sums as they are at its end, before the reducer's own last step."""
-        torch.autograd.Variable._execution_engine.queue_callback(self._keep)
-
-    def _keep(self) -> None:
-        self.kept = [Kept(param) for param in self._ddp.parameters()]
-
-    def put_back(self) -> None:
-        """Undo what has been done to them since."""
-        kept, self.kept = self.kept, []
-        for each in kept:
-            each.restore()
+__all__ = ["DDPResuming"]
 
 
 @final
 class DDPResuming(Resuming):
-    """DDP's buckets, and when it broadcasts buffers."""
+    """DDP's buckets, when it broadcasts buffers, and a static graph's first micro-batch, which torch reduces."""
 
     def __init__(self, ddp: DistributedDataParallel, arm: Callable[[list[Tensor]], None]) -> None:
+        self.kept: list[Kept] = []
+        """This rank's own sums before a reduction that only torch needs."""
         self._ddp = ddp
         self._arm = arm
 
@@ -87,3 +68,17 @@ class DDPResuming(Resuming):
     def loaded(self) -> None:
         # Buffers have been broadcast in this window: not again before the next reduction.
         vars(self._ddp)["require_forward_param_sync"] = False
+
+    def keep_own(self) -> None:
+        """Called in backward: note the sums as they are at its end, before the reducer's own last step."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._keep)
+
+    def _keep(self) -> None:
+        self.kept = [Kept(param) for param in self._ddp.parameters()]
+
+    def put_back(self) -> None:
+        """Undo that reduction."""
+        for each in self.kept:
+            each.restore()
+        self.kept = []
+        self.loaded()

@@ -34,7 +34,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        self.acc = Accumulator(self.model, steps)
+        self.acc = Accumulator(self.model, steps, scaler=self.scaler if mode == "scaler=" else None)
 
     def microbatch(self, index: int) -> None:
         x, y, weight = term(index)
@@ -48,7 +48,7 @@ class Run:
                 self.acc.backward(loss * float("nan"), weight=0)
             elif self.mode == "weights":
                 self.acc.backward(loss, weight=weight)
-            elif self.mode == "weights on the device":
+            elif self.mode in ("weights on the device", "scaler="):
                 self.acc.backward(loss, weight=torch.tensor(weight))
             else:
                 self.acc.backward(loss)
@@ -101,7 +101,7 @@ def same_bits(there: Any, here: Any) -> bool:
     return bool(there == here)
 
 
-MODES = ["means", "weights", "weights on the device", "the user scales", "by hand", "scaler"]
+MODES = ["means", "weights", "weights on the device", "the user scales", "by hand", "scaler", "scaler="]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -268,8 +268,9 @@ def test_several_models_are_told_apart() -> None:
 # -- between the close of a window and its update ---------------------------------------------------------------------
 
 
-def test_a_gradient_whose_update_is_due_is_in_the_state() -> None:
-    whole, cut, run = Run("weights"), Run("weights"), Run("weights")
+@pytest.mark.parametrize("mode", ["weights", "scaler="])
+def test_a_gradient_whose_update_is_due_is_in_the_state(mode: str) -> None:
+    whole, cut, run = Run(mode), Run(mode), Run(mode)
     whole.go_on(0, 8)
     cut.go_on(0, 7)
     cut.microbatch(7)
@@ -285,6 +286,16 @@ def test_a_gradient_whose_update_is_due_is_in_the_state() -> None:
     run.go_on(8, TOTAL)
     whole.go_on(8, TOTAL)
     assert same_bits(whole.result(), run.result())
+
+
+def test_a_gradient_that_has_been_unscaled_is_not_saved() -> None:
+    run = Run("scaler=")
+    run.go_on(0, 3)
+    run.microbatch(3)
+    assert run.acc.state_dict()["gradients"] is not None
+    run.scaler.unscale_(run.optimizer)
+    with pytest.warns(UserWarning, match=r"not saved: it has been unscaled.*Save after the update"):
+        assert run.acc.state_dict()["gradients"] is None
 
 
 def test_a_gradient_whose_update_is_due_can_be_left_out_or_dropped() -> None:
@@ -421,6 +432,10 @@ OTHERS: dict[str, tuple[Callable[[], Accumulator], tuple[str, ...]]] = {
     "shapes": (lambda: Accumulator(wider(), 4), ("float64 (16, 8)", "float64 (20, 8)", "model 0.weight")),
     "dtypes": (lambda: Accumulator(plain_net().float(), 4), ("'float64 (16, 8)'", "'float32 (16, 8)'")),
     "frozen": (lambda: Accumulator(frozen(), 4), ("'float64 (16, 8), frozen'",)),
+    "a scaler": (
+        lambda: Accumulator(plain_net(), 4, scaler=torch.amp.GradScaler("cpu")),
+        ("scaler is None in the state and 'GradScaler' here",),
+    ),
     "several": (lambda: Accumulator([plain_net()], 4), ("parameters model is", "model[0]")),
 }
 
