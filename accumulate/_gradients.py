@@ -87,8 +87,6 @@ class Gradients:
         self._held: tuple[nn.Parameter, Tensor] | None = None
         self._versions: list[int] = []
         self._closed: tuple[nn.Parameter, int] | None = None
-        self.was_loaded = False
-        """Whether the gradient came with a state that was saved between the close of its window and its update."""
 
     @property
     def device(self) -> torch.device:
@@ -114,7 +112,7 @@ class Gradients:
 
     @property
     def is_due(self) -> bool:
-        """Whether the closed window's gradient is there and no optimizer has changed the weights since."""
+        """Whether the closed window's gradient is there, and its first parameter as it was then."""
         return (
             self._closed is not None
             and self._closed[0].grad is not None

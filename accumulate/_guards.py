@@ -22,9 +22,9 @@ __all__ = [
     "not_inside",
     "not_reduced",
     "refuse_changed_gradients",
-    "refuse_due",
     "refuse_hooks",
     "refuse_nested",
+    "still_due",
     "unfinished",
 ]
 
@@ -81,16 +81,12 @@ def refuse_changed_gradients(several: Sequence[Gradients], tally: Tally) -> None
             )
 
 
-def refuse_due(several: Sequence[Gradients]) -> None:
-    """Raise if a gradient that was loaded at a boundary has not been used, for the new window would add to it."""
-    for gradients in several:
-        if gradients.was_loaded and gradients.is_due:
-            raise WindowError(
-                f"a new window while {gradients.name} still has the gradient that was loaded: it was saved "
-                "between the close of a window and its update. Take the update first (optimizer_step()), or drop it "
-                "with zero_grad()."
-            )
-        gradients.was_loaded = False
+def still_due() -> WindowError:
+    """The error for a window that would add to the gradient that was loaded at a boundary."""
+    return WindowError(
+        "a new window would add to the gradient that was loaded: the state was saved between the close of a window and "
+        "its update. Take the update first, with optimizer_step() or by hand, or drop the gradient with zero_grad()."
+    )
 
 
 def refuse_hooks(several: Sequence[Gradients], steps: int) -> None:

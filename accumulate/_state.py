@@ -21,7 +21,7 @@ from ._agreement import Report, agree, exchange, expect_rest
 from ._amp import Amp
 from ._errors import WindowError
 from ._gradients import Gradients
-from ._guards import refuse_changed_gradients
+from ._guards import refuse_changed_gradients, still_due
 from ._scaling import precise
 from ._schema import VERSION, check_gradients, check_state, describe, differences
 from ._sync import Found
@@ -80,16 +80,19 @@ class State:
         }
 
     def _refuse_to_save(self, tally: Tally, gradients: bool) -> None:
-        at = f"state_dict() after micro-batch {tally.position} of {tally.steps}"
+        at = f"micro-batch {tally.position} of {tally.steps}"
         if tally.broken:
-            raise WindowError(f"{at}: this window is broken: {tally.broken}. Call reset() to drop it, then save.")
+            raise WindowError(f"state_dict() of a broken window: {tally.broken}. Call reset() to drop it, then save.")
         if not gradients:
             raise WindowError(
-                f"{at} with gradients=False, which would lose the window's partial gradients. Save when is_boundary is "
-                "true, or with gradients=True."
+                f"state_dict(gradients=False) would lose the partial gradients of the open window, after {at}. Save "
+                "when is_boundary is true, or with gradients=True."
             )
         if what := self._not_in_grad():
-            raise WindowError(f"{at}: {what}. Save when is_boundary is true, for instance after flush().")
+            raise WindowError(
+                f"the partial gradients of a window cannot be saved here: {what}, and this is {at}. Save when "
+                "is_boundary is true, for instance after flush()."
+            )
         refuse_changed_gradients(self._gradients, tally)
 
     def _not_in_grad(self) -> str | None:
@@ -105,7 +108,7 @@ class State:
 
     def _is_due(self) -> bool:
         """Whether the closed window's gradient still waits for its update, and can be saved."""
-        if not any(each.is_due for each in self._gradients):
+        if not self._waits:
             return False
         what = self._not_in_grad()
         if self._amp is not None and self._amp.has_unscaled:
@@ -117,6 +120,12 @@ class State:
             stacklevel=4,
         )
         return False
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the closed window's gradient waits for its update."""
+        # torch 2.13: a fused optimizer's step changes no version, and hooks do not see one that is not torch's.
+        return not self._windows.surroundings.is_updated and any(each.is_due for each in self._gradients)
 
     def _fits(self, updates: int) -> dict[str, object]:
         """What a partial gradient fits."""
@@ -218,10 +227,17 @@ class State:
                 param.grad = ready["gradients"][each.name].get(name)
             each.remember()
             each.close()
-            each.was_loaded = due
+        windows.surroundings.is_updated = not due
+        windows.before_opening = self._refuse_due if due else None
         for _, control in self._found if tally is not None else ():
             assert control.resuming is not None  # else the wrappers were not those that the state was saved with
             control.resuming.loaded()
+
+    def _refuse_due(self) -> None:
+        """Raise if the gradient that was loaded at a boundary has not been used."""
+        if self._waits:
+            raise still_due()
+        self._windows.before_opening = None
 
 
 def _sums(gradients: Gradients) -> dict[str, Tensor]:

@@ -49,6 +49,8 @@ class Windows:
         self.open: Tally | None = None
         self.closed: Tally | None = None
         """The last window that was closed, for reports."""
+        self.before_opening: Callable[[], None] | None = None
+        """Called before a window opens, if there is something that may speak against it."""
         self.loops = Loops()
         self._controls = [control for _, control in found]
         self._found = found
@@ -224,17 +226,19 @@ class Windows:
             self._let_go()
         self.open, self.closed = None, tally
         self.updates += 1
+        self.surroundings.is_updated = False
         for gradients in self._gradients:
             gradients.close()
 
     def _new_tally(self) -> Tally:
         self.surroundings.check()
+        if self.before_opening is not None:
+            self.before_opening()
         for control in self._controls:
             control.policy = self.policy
         plan = self.loops.plan
         steps = self.lengths.of(self.updates) if plan is None else plan.steps
         guards.refuse_hooks(self._gradients, steps)
-        guards.refuse_due(self._gradients)
         for gradients in self._gradients:
             gradients.remember()
         return Tally(steps, self.correction.mean_weight, plan, self.ranks.size)

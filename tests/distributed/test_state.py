@@ -151,7 +151,9 @@ def test_where_sums_are_not_in_grad_a_state_is_refused_in_mid_window(name: str) 
     run = Run(BY_NAME[name], weighted=True)
     run.go_on(0, 4)
     kind = "FullyShardedDataParallel" if name.startswith("fsdp1") else "(FSDPNet|ReplicateNet|FSDP.*)"
-    with pytest.raises(WindowError, match=rf"after micro-batch 1 of 3: .*model \({kind}\).*is_boundary is true.*flush"):
+    with pytest.raises(
+        WindowError, match=rf"cannot be saved here: .*model \({kind}\).*micro-batch 1 of 3. Save .*flush"
+    ):
         run.acc.state_dict()
     assert run.acc.flush()
     with pytest.warns(UserWarning, match=r"gradient of the closed window is not saved.*after the update.*=False"):
