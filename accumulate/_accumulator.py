@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from ._contexts import Block
 from ._gradients import AllGradients, Gradients, total_norm
 from ._ranks import Ranks
 from ._reports import Reports
+from ._state import State
 from ._sync import Found, find, release
 from ._typing import BackwardOptions, Optimizer, Steppable
 from ._update import Updates
@@ -88,6 +89,8 @@ class Accumulator(Reports):
         self._grad_norm: Tensor | None = None
         self._term = self._windows.term if self._amp is None else self._amp.term
         self._updates = Updates(self._amp)
+        facts = {"scaler": None if scaler is None else type(scaler).__name__, "wrappers": wrappers}
+        self._state = State(self._windows, gradients, self._found, self._updates, self._amp, facts)
         advice = [] if steps == 1 else [*batch_statistics(models.values())]
         if group is None:
             advice += local_gradients(models.values(), self._found)
@@ -217,6 +220,27 @@ class Accumulator(Reports):
         if pending and max_norm is not None:
             self.clip_grad_norm_(max_norm)
         return bool(pending) and self._updates.take(pending, schedulers, self.updates)
+
+    def state_dict(self, gradients: bool = True) -> dict[str, object]:
+        """Everything needed to go on elsewhere, bit for bit, as numbers, strings and copies of tensors.
+
+        In mid-window each rank saves its own, for it holds that rank's partial gradients. At a boundary it holds
+        counters and reports, and gradients only if their update has not been taken; ``gradients=False`` leaves them
+        out. It has no weights, optimizer, scaler, random state or position in the data: save those beside it. Raises
+        :class:`WindowError` inside a block, and in mid-window for ``gradients=False``, for a broken window, and where a
+        wrapper keeps partial gradients elsewhere (FSDP): save at a boundary there.
+        """
+        return self._state.save(gradients, self._grad_norm)
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on where ``state`` was saved; the saved gradients are then in ``.grad``.
+
+        Call it on every rank: all load, or none does and nothing is changed. Raises ``TypeError`` or ``ValueError``
+        for what ``state_dict`` did not return, :class:`WindowError` if a window is open (see :meth:`reset`) or if
+        partial gradients do not fit: other steps, policy, wrappers, parameters, or another rank's;
+        :class:`AccumulateError` if another rank fails or has the state of another moment.
+        """
+        self._grad_norm = self._state.load(state)
 
     def close(self) -> None:
         """Detach from the model, which is then as it was found; an open window is dropped, as by ``reset()``.

@@ -103,6 +103,12 @@ class Amp:
                 grad.mul_(ratio.to(grad.device))
         self._unscaled.update(map(id, own))
 
+    @property
+    def has_unscaled(self) -> bool:
+        """Whether gradients of the closed window have been unscaled."""
+        self._follow()
+        return bool(self._unscaled)
+
     def agree(self, found: Found) -> None:
         """Let all ranks find what one of them has found."""
         if self._ranks.groups:

@@ -81,7 +81,7 @@ class Batches(Generic[T]):
     def _hand_out(self, plan: Plan) -> Iterator[T]:
         """The batches of a plan, up to a boundary that comes earlier."""
         if self._windows.open is not None:
-            self._windows.open.extend(plan.steps)
+            self._windows.open.extend(plan)
         for index in range(plan.length):
             batch, weight, padding = self._take()
             if self._extent.needs_look_ahead or self._weight is not None:

@@ -20,11 +20,16 @@ class Correction:
     """Multiplies gradients by R / (scale * sum of weights), unless that is known to be 1 or the user scales."""
 
     def __init__(self, ranks: Ranks, gradients: Sequence[Gradients], mean_weight: float | None = None) -> None:
+        self._guess = mean_weight
         self.mean_weight: float | Tensor | None = mean_weight
         """The mean weight of a micro-batch in the last weighted window, over all ranks; before it, a guess or None."""
         self._ranks = ranks
         self._gradients = gradients
         self._sum: Sum | None = None
+
+    def restore(self, mean_weight: float | Tensor | None) -> None:
+        """Go on as after the window that had this mean weight."""
+        self.mean_weight = self._guess if mean_weight is None else mean_weight
 
     def start(self, tally: Tally) -> None:
         """Begin to sum the window's weights, if they have to be known: before backward, to overlap with it."""

@@ -73,9 +73,10 @@ class Gradients:
         inside = {id(module) for module in model.modules()}
         self.is_wrapped = any(id(control.module) in inside for _, control in found)
         hooked = {id(p) for _, c in found if c.reduces_in_hooks for p in c.module.parameters()}
-        self.without_hooks = [(path, p) for path, p in model.named_parameters() if id(p) not in hooked]
+        self.named = dict(model.named_parameters())
+        self.without_hooks = [(path, p) for path, p in self.named.items() if id(p) not in hooked]
         """The parameters that must have no post-accumulate-grad hook."""
-        self.params = list(model.parameters())
+        self.params = list(self.named.values())
         self.parts = _partition(self.params, found)
         steered = {id(p) for _, control in found for p in control.module.parameters()}
         self._unsteered = [p for p in self.params if id(p) not in steered]
@@ -85,6 +86,7 @@ class Gradients:
         self._hidden_sums = [control.hidden_sums for control in hiding if control.hidden_sums is not None]
         self._held: tuple[nn.Parameter, Tensor] | None = None
         self._versions: list[int] = []
+        self._closed: tuple[nn.Parameter, int] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -103,6 +105,19 @@ class Gradients:
     def let_go(self) -> None:
         """Do not keep a gradient alive that a reduction or ``zero_grad`` frees."""
         self._held = None
+
+    def close(self) -> None:
+        """A window has been closed: from now on its gradient waits for an update."""
+        self._closed = next(((p, p._version) for p in self.params if p.grad is not None), None)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the closed window's gradient is there, and its first parameter as it was then."""
+        return (
+            self._closed is not None
+            and self._closed[0].grad is not None
+            and self._closed[0]._version == self._closed[1]
+        )
 
     def changed(self) -> str | None:
         """What was done to the gradients since ``remember``, in words; None if nothing was."""

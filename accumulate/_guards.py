@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from ._arguments import refuse_optimizer_in_backward
+from torch import Tensor
+
+from ._arguments import is_zero, refuse_optimizer_in_backward
 from ._errors import WindowError
 from ._gradients import Gradients
 from ._sync import SyncControl
-from ._tally import Tally
+
+if TYPE_CHECKING:
+    from ._tally import Tally
 
 __all__ = [
+    "mixed",
     "no_backward",
     "not_inside",
     "not_reduced",
@@ -20,6 +26,7 @@ __all__ = [
     "refuse_closed",
     "refuse_hooks",
     "refuse_nested",
+    "still_due",
     "unfinished",
 ]
 
@@ -57,6 +64,20 @@ def no_backward() -> WindowError:
     )
 
 
+def mixed(weight: float | Tensor | None) -> WindowError:
+    """The error for a loss with a weight and one without in a window that was not counted ahead."""
+    if is_zero(weight):
+        return WindowError(
+            "weight=0 in a window whose other losses have no weight: the other ranks could not know that this "
+            "micro-batch does not count. Pass weight=1 to the others, on every rank."
+        )
+    return WindowError(
+        f"a loss with weight={weight!r} and a loss without a weight (or the reverse) in one window have no common "
+        "denominator. Pass a weight to every backward() and scale() of the window, on every rank, or count ahead: "
+        "acc.batches(loader, weight=fn) lets losses with a weight and mean-type losses stand side by side."
+    )
+
+
 def unfinished(call: str) -> WindowError:
     """The error for a call in the middle of a micro-batch."""
     return WindowError(f"{call}() inside a step() block: the micro-batch is not complete. Call it after the block.")
@@ -72,6 +93,14 @@ def refuse_changed_gradients(several: Sequence[Gradients], tally: Tally) -> None
                 f"gradients of {gradients.name} were {what} after micro-batch {tally.position} of {tally.steps}, "
                 "inside a window. Clear them only when is_boundary is true; reset() drops this window."
             )
+
+
+def still_due() -> WindowError:
+    """The error for a window that would add to the gradient that was loaded at a boundary."""
+    return WindowError(
+        "a new window would add to the gradient that was loaded: the state was saved between the close of a window and "
+        "its update. Take the update first, with optimizer_step() or by hand, or drop the gradient with zero_grad()."
+    )
 
 
 def refuse_hooks(several: Sequence[Gradients], steps: int) -> None:

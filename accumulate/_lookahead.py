@@ -6,6 +6,7 @@ scaled; a rank must not wait for the others' answer, so the question goes out on
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -17,7 +18,7 @@ from ._errors import AccumulateError, WindowError
 from ._lengths import Wanted
 from ._ranks import Ranks, Sum
 
-__all__ = ["Extent", "Handed", "Plan", "Stream"]
+__all__ = ["Extent", "Handed", "Plan", "Rest", "Stream"]
 
 T = TypeVar("T")
 _UNKNOWN = -1
@@ -37,6 +38,22 @@ class Plan(NamedTuple):
     """Whether the window begins with it; if it goes on after it, ``Tally.extend`` is told."""
     weights: Sum | None
     """The sum over all ranks of what ``weight=fn`` counted in it."""
+
+
+class Rest(NamedTuple):
+    """What a window that was loaded half done has still to see, all ranks together, to be the one that was planned."""
+
+    length: int
+    real: int
+    weight: float | None
+
+    def is_what_comes(self, plan: Plan) -> bool:
+        """Whether ``plan`` is just that. Reads a sum of weights on the host."""
+        if (plan.length, plan.real) != (self.length, self.real):
+            return False
+        if self.weight is None:
+            return True
+        return plan.weights is not None and math.isclose(plan.weights.result().item(), self.weight, rel_tol=1e-9)
 
 
 class _Item(NamedTuple, Generic[T]):

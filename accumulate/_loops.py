@@ -48,6 +48,10 @@ class Loops:
         if window is not None and not finished:
             self._left = f"micro-batch {window.position} of {window.steps}"
 
+    def resume(self, window: Tally) -> None:
+        """A window has been loaded, and the next loop may go on with it."""
+        self._carried, self._left = window, None
+
     def check(self) -> None:
         """Raise if a loop has left a window that nobody has closed or dropped."""
         if self._left:

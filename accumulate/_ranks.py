@@ -52,14 +52,14 @@ class Ranks:
         self.size, self.index = 1, 0
         for each in self.groups:
             self.size, self.index = self.size * each.size(), self.index * each.size() + each.rank()
-        self._device = accepted_device(self.groups, device)
+        self.device = accepted_device(self.groups, device)
         self._host = accepted_device(self.groups, torch.device("cpu"))
 
     def start_sum(self, values: Sequence[float | Tensor], local: bool = False) -> Sum:
         """Begin to sum ``values`` over the ranks, at the same point on each; ``local``: of this rank alone."""
-        dtype = precise(self._device)
+        dtype = precise(self.device)
         parts = [
-            v.to(self._device, dtype) if isinstance(v, Tensor) else torch.full((), v, device=self._device, dtype=dtype)
+            v.to(self.device, dtype) if isinstance(v, Tensor) else torch.full((), v, device=self.device, dtype=dtype)
             for v in values
         ]
         return Sum(() if local else self.groups, torch.stack(parts))

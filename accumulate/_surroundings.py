@@ -40,6 +40,15 @@ class Surroundings:
         self._rivals.refuse()
         self._models.check()
 
+    @property
+    def is_updated(self) -> bool:
+        """Whether an optimizer has stepped parameters of the models since the last window was closed."""
+        return self._rivals.is_updated
+
+    @is_updated.setter
+    def is_updated(self, is_updated: bool) -> None:
+        self._rivals.is_updated = is_updated
+
     def close(self) -> None:
         """Look no more."""
         for hook in (self._rivals.handle, *self._models.hooks):
@@ -52,6 +61,7 @@ class _Rivals:
     def __init__(self, owner: HasWindow, params: Sequence[nn.Parameter]) -> None:
         self._ids = frozenset(map(id, params))
         self._owner = weakref.ref(owner)
+        self.is_updated = False
         self._others: weakref.WeakSet[_Rivals] = weakref.WeakSet()
         for other in list(_alive):
             if not self._ids.isdisjoint(other._ids):
@@ -76,12 +86,14 @@ class _Rivals:
                 )
 
     def refuse_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer steps a parameter of this model in mid-window."""
+        """Raise if an optimizer steps a parameter of this model in mid-window; note it elsewhere."""
         window = self.window()
-        if window is None or (window.steps == 1 and not window.position):  # an optimizer inside backward may do that
-            return
         held = (p for group in optimizer.param_groups for p in group["params"])
-        if any(id(p) in self._ids for p in held):
+        if not any(id(p) in self._ids for p in held):
+            return
+        if window is None or (window.steps == 1 and not window.position):  # an optimizer inside backward may do that
+            self.is_updated = True
+        else:
             raise WindowError(
                 f"{type(optimizer).__name__}.step() after micro-batch {window.position} of {window.steps}, where "
                 "gradients are partial. Step after the block when is_boundary is true, or call optimizer_step(), which "

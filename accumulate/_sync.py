@@ -1,9 +1,8 @@
 """How the library finds the wrappers in a model and talks to them.
 
-An adapter is one final class per wrapper that implements :class:`SyncControl`. Wrapper classes are looked up
-in ``sys.modules``: a wrapper whose module was never imported cannot be in the model, so importing this
-library imports none. A class that looks like a wrapper and has no adapter is refused; ``hasattr`` never
-chooses behaviour.
+An adapter is one final class per wrapper that implements :class:`SyncControl`. Wrapper classes are looked up in
+``sys.modules``: a wrapper whose module was never imported cannot be in the model, so importing this library imports
+none. A class that looks like a wrapper and has no adapter is refused; ``hasattr`` never chooses behaviour.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from ._errors import UnsupportedWrapperError
 from ._foreign import refuse_unknown
+from ._resuming import Resuming
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,6 +43,8 @@ class SyncControl(ABC):
     """What to watch for gradients cleared in mid-window, if the sums of an open window are not in ``.grad``."""
     before_another_backward: Callable[[], None] | None = None
     """Called at a boundary before the second and each later backward of the micro-batch."""
+    resuming: Resuming | None = None
+    """How an open window is saved and loaded; None if its sums are not whole in ``.grad``, so that it cannot be."""
     reduces_in_hooks = False
     """True if the wrapper itself hangs post-accumulate-grad hooks on its parameters; from others they are refused."""
     shard_group: ProcessGroup | None = None

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ._arguments import is_zero
 from ._errors import WindowError
-from ._lookahead import Plan
+from ._guards import mixed
+from ._lookahead import Plan, Rest
+from ._ranks import Sum
 from ._scaling import counted_scale, scaled_loss, window_scale
 
 __all__ = ["Tally"]
@@ -15,6 +21,26 @@ __all__ = ["Tally"]
 
 class Tally:
     """The tally of one window: micro-batches, weights and losses. What a failed micro-batch added is not counted."""
+
+    # What is saved of a window between two micro-batches, by attribute, with the types that each may have. A field of
+    # __init__ that outlives a micro-batch goes in here, and _schema.VERSION up by one if older states must not be read.
+    SAVED: ClassVar[Mapping[str, tuple[type, ...]]] = {
+        "steps": (int,),
+        "position": (int,),
+        "padded": (int,),
+        "by_hand": (bool,),
+        "weighted": (bool, type(None)),
+        "has_means": (bool,),
+        "planned": (int, type(None)),
+        "count_scale": (float,),
+        "scale": (float, Tensor),
+        "loss_scale": (Tensor, type(None)),
+        "_weight": (float, Tensor),
+        "_counted": (Tensor, type(None)),
+        "_counted_terms": (int,),
+        "_losses": (Tensor, type(None)),
+        "_means": (Tensor, type(None)),
+    }
 
     def __init__(
         self, steps: int, mean_weight: float | Tensor | None, plan: Plan | None = None, ranks: int = 1
@@ -33,7 +59,11 @@ class Tally:
         """Whether its losses carry weights; None while none came through ``backward`` or ``scale``."""
         self.has_means = False
         """Whether losses without a weight stand beside those with one, which ``weight=fn`` allows."""
-        self.count_scale = ranks / plan.real if plan is not None and plan.opens_window else 1.0 / steps
+        self.planned = plan.real if plan is not None and plan.opens_window else None
+        """How many micro-batches that count all ranks had in it when it opened, if that was known."""
+        self.rest: Rest | None = None
+        """If it was loaded: what is to come, as long as nothing has come."""
+        self.count_scale = 1.0 / steps if self.planned is None else ranks / self.planned
         self.scale: float | Tensor = self.count_scale
         self.loss_scale: Tensor | None = None
         """The GradScaler's factor in this window's gradients; the losses here do not hold it."""
@@ -60,10 +90,27 @@ class Tally:
         """Whether the scales were right from the start, so that the closed window needs no correction."""
         return not self.by_hand and (self.weighted is False or self._counted is not None)
 
-    def extend(self, more: int) -> None:
-        """A window that was open already goes on for ``more`` micro-batches."""
-        self.steps = self.position + more
-        self.by_hand = True
+    def extend(self, plan: Plan) -> None:
+        """A window that was open already goes on with these micro-batches."""
+        self.by_hand = self.rest is None or not self.rest.is_what_comes(plan)
+        self.steps, self.rest = self.position + plan.steps, None
+
+    def state(self) -> dict[str, Any]:
+        """What has to be saved of it."""
+        values = {name.lstrip("_"): _to_save(getattr(self, name)) for name in self.SAVED}
+        return values if self.rest is None else {**values, "by_hand": False}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], mean_weight: float | Tensor | None, ranks: int) -> Self:
+        """The tally of which ``state`` was saved."""
+        tally = cls(state["steps"], mean_weight, None, ranks)
+        for name in cls.SAVED:
+            setattr(tally, name, _from_saved(name, state[name.lstrip("_")]))
+        return tally
+
+    def expect(self, rest: Rest) -> None:
+        """A loaded window that was planned: its scales are exact only if ``rest`` is what comes."""
+        self.rest, self.by_hand = rest, True
 
     def term(self, loss: Tensor, weight: float | Tensor | None, reduction: str) -> Tensor:
         """``loss`` scaled as a term of the micro-batch that is under way, which is now tallied."""
@@ -98,7 +145,7 @@ class Tally:
         if self.weighted is None:
             self.begin_terms(weighted)
         elif self.weighted != weighted and not (self.weighted and self._counted is not None):
-            raise WindowError(_mixed(weight))
+            raise mixed(weight)
         if weighted and self._micro_weight is not None and not _agree(self._micro_weight, weight):
             raise WindowError(
                 f"two losses of one micro-batch have the weights {self._micro_weight!r} and {weight!r}; they are terms "
@@ -169,10 +216,27 @@ class Tally:
         return main + means if self._means else main
 
 
+def _to_save(value: Any) -> Any:
+    if isinstance(value, Sum):
+        value = value.result()
+    if isinstance(value, list):
+        return _stacked(value) if value else None
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _from_saved(name: str, value: Any) -> Any:
+    if name in ("_losses", "_means"):
+        return [] if value is None else list(value.unbind())
+    return Sum((), value) if name == "_counted" and value is not None else value
+
+
+def _stacked(losses: list[Tensor]) -> Tensor:
+    device = losses[-1].device  # those that were loaded may be elsewhere
+    return torch.stack([loss.reshape(()).to(device) for loss in losses])
+
+
 def _sum(losses: list[Tensor], device: torch.device) -> Tensor:
-    if not losses:
-        return torch.zeros((), device=device)
-    return torch.stack([loss.reshape(()) for loss in losses]).sum()
+    return _stacked(losses).sum() if losses else torch.zeros((), device=device)
 
 
 def _ratio(total: Tensor, weight: float | Tensor) -> Tensor:
@@ -186,16 +250,3 @@ def _agree(first: float | Tensor | None, second: float | Tensor | None) -> bool:
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         return isinstance(first, Tensor) and isinstance(second, Tensor)
     return first == second
-
-
-def _mixed(weight: float | Tensor | None) -> str:
-    if is_zero(weight):
-        return (
-            "weight=0 in a window whose other losses have no weight: the other ranks could not know that this "
-            "micro-batch does not count. Pass weight=1 to the others, on every rank."
-        )
-    return (
-        f"a loss with weight={weight!r} and a loss without a weight (or the reverse) in one window have no common "
-        "denominator. Pass a weight to every backward() and scale() of the window, on every rank, or count ahead: "
-        "acc.batches(loader, weight=fn) lets losses with a weight and mean-type losses stand side by side."
-    )

@@ -19,9 +19,13 @@ class Updates:
     def __init__(self, amp: Amp | None) -> None:
         self._amp = amp
         self._taken: set[tuple[int, int]] = set()
+        self.done = 0
+        """The update that every optimizer had taken when the state was saved that has been loaded; 0 if none was."""
 
     def pending(self, optimizers: Sequence[Optimizer], update: int) -> list[Optimizer]:
         """Those of the optimizers that have not taken this update yet; with a scaler, their gradients are unscaled."""
+        if update == self.done:
+            return []
         pending = [optimizer for optimizer in optimizers if (id(optimizer), update) not in self._taken]
         if pending and self._amp is not None:
             self._amp.unscale(_with_params(pending))

@@ -49,6 +49,8 @@ class Windows:
         self.open: Tally | None = None
         self.closed: Tally | None = None
         """The last window that was closed, for reports."""
+        self.before_opening: Callable[[], None] | None = None
+        """Called before a window opens, if there is something that may speak against it."""
         self.loops = Loops()
         self._controls = [control for _, control in found]
         self._found = found
@@ -58,8 +60,8 @@ class Windows:
         self._started = False
         self._drop = Drop(self._controls, gradients)
         self._verifier = verifier
-        self._surroundings = Surroundings(self, models, found)
-        self._correction = Correction(ranks, gradients, mean_weight)
+        self.surroundings = Surroundings(self, models, found)
+        self.correction = Correction(ranks, gradients, mean_weight)
         if not callable(steps):
             guards.refuse_hooks(gradients, steps)
 
@@ -111,7 +113,7 @@ class Windows:
     def _fail(self, tally: Tally) -> None:
         """An exception left the block: the micro-batch is not counted, and may have left half a gradient behind."""
         self.is_boundary = False
-        self._correction.forget()
+        self.correction.forget()
         if not tally.broken and (
             self._started or any(c.disturbed for c in self._controls) or any(g.changed() for g in self._gradients)
         ):
@@ -130,7 +132,7 @@ class Windows:
         self.loops.check_weight(weight)
         scaled = tally.pad(loss, weight) if tally.padding else tally.term(loss, weight, reduction)
         if self.is_boundary and (self._explicit or not tally.is_exact):
-            self._correction.start(tally)
+            self.correction.start(tally)
         if not is_zero(weight):
             return scaled
         return self._drop.replace(scaled, self.is_boundary)
@@ -156,7 +158,7 @@ class Windows:
         self.refuse_inside("flush")
         tally = self.open or Tally(1, None)  # a callable is not asked for a window that may never open
         self._check_usable(tally, by_hand=True)
-        found, weighted = self._correction.agree(tally)
+        found, weighted = self.correction.agree(tally)
         self.loops.settle()
         if not found:
             return False
@@ -178,13 +180,13 @@ class Windows:
             control.reset()
         self._gradients.drop()
         self.open, self.is_boundary = None, False
-        self._correction.forget()
+        self.correction.forget()
 
     def close(self) -> None:
         """Drop an open window and refuse every later block."""
         self.refuse_inside("close")
         self.is_closed = True
-        self._surroundings.close()
+        self.surroundings.close()
         with suppress(AccumulateError):  # an FSDP1 model that an exception has left unusable
             self.reset()
 
@@ -210,7 +212,7 @@ class Windows:
                     control.flush()
                 elif not control.finish():
                     raise AccumulateError(guards.not_reduced(name, control))
-            self._correction.apply(tally)
+            self.correction.apply(tally)
             if self._verifier is not None:
                 self._verifier.compare()
         except BaseException:
@@ -218,20 +220,25 @@ class Windows:
             self.is_boundary = False
             raise
         finally:
-            self._correction.forget()
+            self.correction.forget()
             self._gradients.let_go()
         self.open, self.closed = None, tally
         self.updates += 1
+        self.surroundings.is_updated = False
+        for gradients in self._gradients:
+            gradients.close()
 
     def _new_tally(self) -> Tally:
-        self._surroundings.check()
+        self.surroundings.check()
+        if self.before_opening is not None:
+            self.before_opening()
         for control in self._controls:
             control.policy = self.policy
         plan = self.loops.plan
         steps = self.lengths.of(self.updates) if plan is None else plan.steps
         guards.refuse_hooks(self._gradients, steps)
         self._gradients.remember()
-        return Tally(steps, self._correction.mean_weight, plan, self.ranks.size)
+        return Tally(steps, self.correction.mean_weight, plan, self.ranks.size)
 
     def _opened(self) -> Tally:
         assert self.open is not None  # a block is open, and blocks are entered with a tally

@@ -46,6 +46,7 @@ CHECK = "unit/test_check.py::"
 CAUSE = CHECK + "test_the_cause_is_told"
 POLICIES, VERIFY = "distributed/test_policies.py::", "distributed/test_verify.py::"
 GUARDS = "unit/test_guards.py::"
+STATE, RANKS_STATE = "unit/test_state.py::", "distributed/test_state.py::"
 MISTAKE = BAD + "test_a_mistake_is_named_with_its_value_and_leaves_the_model_unharmed"
 
 MUTANTS = (
@@ -159,8 +160,8 @@ MUTANTS = (
     Mutant(
         "a short window is divided by a full one",
         "_tally.py",
-        "ranks / plan.real if",
-        "1.0 / steps if",
+        "1.0 / steps if self.planned is None else ranks / self.planned",
+        "1.0 / steps",
         BATCHES + "test_case_33_unequal_ranks_give_the_gradient_over_all_samples",
     ),
     Mutant(
@@ -173,8 +174,8 @@ MUTANTS = (
     Mutant(
         "a carried window is thought whole",
         "_tally.py",
-        "self.position + more\n        self.by_hand = True",
-        "self.position + more",
+        "self.by_hand = self.rest is None or not self.rest.is_what_comes(plan)",
+        "pass",
         AHEAD + "test_case_21_carry_lets_windows_straddle_epochs",
     ),
     Mutant(
@@ -283,6 +284,175 @@ MUTANTS = (
         "if row != rows[0]:",
         "if False:",
         VERIFY + "test_ranks_at_different_places_are_both_named_on_both",
+    ),
+    # -- state
+    Mutant(
+        "a state shares its gradients",
+        "_state.py",
+        "p.grad.detach().clone()",
+        "p.grad.detach()",
+        STATE + "test_a_state_shares_no_memory_with_what_goes_on",
+    ),
+    Mutant(
+        "what is loaded stays the caller's",
+        "_state.py",
+        ".to(each.named[k].device, copy=True)",
+        ".to(each.named[k].device)",
+        STATE + "test_a_state_shares_no_memory_with_what_goes_on",
+    ),
+    Mutant(
+        "loaded gradients are not watched",
+        "_state.py",
+        "each.remember()",
+        "pass",
+        STATE + "test_gradients_cleared_after_loading_are_noticed",
+    ),
+    Mutant(
+        "gradients that were not saved stay",
+        "_state.py",
+        'param.grad = ready["gradients"][each.name].get(name)',
+        'param.grad = ready["gradients"][each.name].get(name, param.grad)',
+        STATE + "test_parameters_without_a_gradient_and_frozen_ones_stay_so",
+    ),
+    Mutant(
+        "the provisional scale begins anew",
+        "_state.py",
+        'windows.correction.restore(ready["mean_weight"])',
+        "windows.correction.restore(None)",
+        STATE + "test_case_49_resumed_anywhere_it_is_bit_equal",
+    ),
+    Mutant(
+        "weights are saved as if none had been seen",
+        "_tally.py",
+        '        "_weight": (float, Tensor),\n',
+        "",
+        STATE + "test_case_49_resumed_anywhere_it_is_bit_equal",
+    ),
+    Mutant(
+        "losses are not saved",
+        "_tally.py",
+        "return _stacked(value) if value else None",
+        "return None",
+        STATE + "test_case_49_resumed_anywhere_it_is_bit_equal",
+    ),
+    Mutant(
+        "a misfit is loaded",
+        "_state.py",
+        "if not (found := list(differences(theirs, ours))):",
+        "if found := list(differences(theirs, ours)):",
+        STATE + "test_partial_gradients_fit_only_where_they_were_made",
+    ),
+    Mutant(
+        "unknown keys are loaded",
+        "_schema.py",
+        "if unknown := sorted(map(repr, given.keys() - fields.keys())):",
+        "if unknown := []:",
+        STATE + "test_what_state_dict_did_not_make_is_refused_and_changes_nothing",
+    ),
+    Mutant(
+        "True counts as an int",
+        "_schema.py",
+        "if type(value) not in types:",
+        "if not isinstance(value, types):",
+        STATE + "test_what_state_dict_did_not_make_is_refused_and_changes_nothing",
+    ),
+    Mutant(
+        "an open window is overwritten",
+        "_state.py",
+        "if windows.open is not None:",
+        "if False:",
+        STATE + "test_an_open_window_is_not_overwritten",
+    ),
+    Mutant(
+        "an update that was due is forgotten",
+        "_state.py",
+        "windows.is_boundary and gradients and self._is_due()",
+        "False",
+        STATE + "test_a_gradient_whose_update_is_due_is_in_the_state",
+    ),
+    Mutant(
+        "an update that was taken is taken again",
+        "_update.py",
+        "if update == self.done:",
+        "if False:",
+        STATE + "test_an_update_that_has_been_taken_is_not_taken_again",
+    ),
+    Mutant(
+        "fused optimizers take no update",
+        "_surroundings.py",
+        "self.is_updated = True",
+        "pass",
+        STATE + "test_an_update_that_has_been_taken_is_not_taken_again",
+    ),
+    Mutant(
+        "optimizers that are not torch's take no update",
+        "_gradients.py",
+        "and self._closed[0]._version == self._closed[1]",
+        "",
+        STATE + "test_an_update_that_has_been_taken_is_not_taken_again",
+    ),
+    Mutant(
+        "a loaded window is never what was planned",
+        "_lookahead.py",
+        "if (plan.length, plan.real) != (self.length, self.real):",
+        "if True:",
+        STATE + "test_a_loop_over_batches_goes_on_where_it_was_cut",
+    ),
+    Mutant(
+        "a loaded window is always what was planned",
+        "_lookahead.py",
+        "if (plan.length, plan.real) != (self.length, self.real):",
+        "if False:",
+        STATE + "test_a_window_that_goes_on_with_other_data_than_planned_is_still_exact",
+    ),
+    Mutant(
+        "a rank loads what another cannot",
+        "_agreement.py",
+        "if each.problem is not None:",
+        "if False:",
+        RANKS_STATE + "test_what_one_rank_cannot_load_no_rank_loads",
+    ),
+    Mutant(
+        "states of different moments are mixed",
+        "_agreement.py",
+        "if here != there:",
+        "if False:",
+        RANKS_STATE + "test_states_of_different_moments_are_refused",
+    ),
+    Mutant(
+        "another rank's loss is reported",
+        "_state.py",
+        'ready["closed"] if all(report.is_own for report in every) else None',
+        'ready["closed"]',
+        RANKS_STATE + "test_at_a_boundary_all_ranks_may_load_the_state_of_one",
+    ),
+    Mutant(
+        "buckets are derived anew",
+        "wrappers/_ddp_resume.py",
+        "self._ddp.reducer._rebuild_buckets()",
+        "pass",
+        RANKS_STATE + "test_on_more_than_two_ranks_gradients_add_up_in_the_same_order",
+    ),
+    Mutant(
+        "buffers are broadcast again",
+        "wrappers/_ddp_resume.py",
+        'vars(self._ddp)["require_forward_param_sync"] = False',
+        "pass",
+        RANKS_STATE + "test_buffers_are_not_broadcast_again_in_mid_window",
+    ),
+    Mutant(
+        "a static graph's first micro-batch stays reduced",
+        "wrappers/ddp.py",
+        "self._own.keep_own()",
+        "pass",
+        RANKS_STATE + "test_a_static_graph_keeps_local_sums_in_its_very_first_micro_batch",
+    ),
+    Mutant(
+        "sums that are elsewhere are thought to be in .grad",
+        "_state.py",
+        "if control.resuming is None:",
+        "if False:",
+        RANKS_STATE + "test_where_sums_are_not_in_grad_a_state_is_refused_in_mid_window",
     ),
     # -- windows
     Mutant(

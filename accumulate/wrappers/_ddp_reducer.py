@@ -11,13 +11,13 @@ from torch.autograd import Function
 from .._errors import AccumulateError, UnsupportedWrapperError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch.nn.parallel import DistributedDataParallel
 
     from ._outputs import Grads
 
-__all__ = ["Arm", "check_reduced", "reduce_all", "refuse_options", "refused"]
+__all__ = ["Arm", "check_reduced", "order_of_buckets", "reduce_all", "refuse_options", "refused"]
 
 
 class Arm:
@@ -49,15 +49,20 @@ class _Reduce(Function):
         if ctx.module.static_graph:
             reducer._delay_all_reduce()
         else:
-            for index in reversed(ctx.indices):
+            for index in ctx.indices:
                 reducer._autograd_hook(index)
         return grads[0], None, None
 
 
-def reduce_all(ddp: DistributedDataParallel, arm: Callable[[list[Tensor]], None]) -> None:
-    """Reduce what is in ``.grad`` through DDP's own buckets and comm hooks, once ``arm`` has armed the reducer."""
+def reduce_all(
+    ddp: DistributedDataParallel, arm: Callable[[list[Tensor]], None], order: Sequence[int] | None = None
+) -> None:
+    """Reduce what is in ``.grad`` through DDP's own buckets and comm hooks, once ``arm`` has armed the reducer.
+
+    ``order`` is the one in which the reducer is told of its parameters, by default the last first.
+    """
     params = _reduced_parameters(ddp)
-    indices = list(range(len(params)))
+    indices = [*reversed(range(len(params)))] if order is None else list(order)
     outputs: list[Tensor] = []
     with torch.enable_grad():
         if ddp.find_unused_parameters and not ddp.static_graph:
@@ -78,6 +83,12 @@ def _reduced_parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     buckets = ddp.reducer._get_zeros_like_grad_buckets()
     known = {id(p) for bucket in buckets for p in bucket.parameters()}
     return [p for p in ddp.module.parameters() if id(p) in known]
+
+
+def order_of_buckets(ddp: DistributedDataParallel) -> list[int]:
+    """The reducer's parameters in the order of its buckets; allocates a gradient's size for a moment."""
+    index = {id(p): i for i, p in enumerate(_reduced_parameters(ddp))}
+    return [index[id(p)] for bucket in ddp.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()]
 
 
 def _logged(ddp: DistributedDataParallel, key: str) -> str:

@@ -1,14 +1,12 @@
-"""DistributedDataParallel decides in forward whether backward reduces; this adapter moves the decision into
-backward.
+"""DistributedDataParallel decides in forward whether to reduce; this adapter moves the decision into backward.
 
-Required of any mechanism here: forward may run outside the block; the user's flag and his own ``no_sync``
-must survive; reductions must overlap with backward as DDP's own do; comm hooks, buckets and averages must be
-DDP's own.
+Required of any mechanism here: forward may run outside the block; the user's flag and his own ``no_sync`` must survive;
+reductions must overlap with backward as DDP's own do; comm hooks, buckets and averages must be DDP's own.
 
-A forward pre-hook switches ``require_backward_grad_sync`` off for the duration of DDP's forward, a forward
-hook puts it back and hangs a hook on the graph node of each output (off the boundary only when the block ends,
-since no backward inside may reduce). When backward reaches one, it arms DDP's reducer as its forward would
-have, unless a micro-batch off the boundary is open.
+A forward pre-hook switches ``require_backward_grad_sync`` off for the duration of DDP's forward, a forward hook puts it
+back and hangs a hook on the graph node of each output (off the boundary only when the block ends, since no backward
+inside may reduce). When backward reaches one, it arms DDP's reducer as its forward would have, unless a micro-batch off
+the boundary is open.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from typing_extensions import override
 from .._errors import AccumulateError
 from .._sync import SyncControl
 from ._ddp_reducer import Arm, check_reduced, reduce_all, refuse_options, refused
+from ._ddp_resume import DDPResuming
 from ._outputs import Grads, ModuleHook, tensors_in, zeros_like
 
 if TYPE_CHECKING:
@@ -51,13 +50,13 @@ class DDPControl(SyncControl):
         synced = any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
         self.must_run_backward = module.static_graph or synced
         self._blocks: list[bool] = []
-        self._armed = 0
-        self._task = -1
+        self._armed, self._task = 0, -1
         self._flag = True
         self._deferred = False
         self._inner_outputs: list[Tensor] = []
         self._noted: tuple[int, list[int]] | None = None
         self.before_another_backward = self._note
+        self.resuming = self._own = DDPResuming(module, self._arm)
         self._cycles: list[Arm] = []
         self._late: list[Node] = []
         self._probe = next((p for p in module.parameters() if p.requires_grad), None)
@@ -139,6 +138,8 @@ class DDPControl(SyncControl):
         """Backward reached a forward that DDP armed itself."""
         self.disturbed = True
         self._armed += 1
+        if False in self._blocks:
+            self._own.keep_own()
         return zeros_like(grads) if self.drop else None
 
     def backward_reached(self, outputs: list[Tensor] | None, grads: Grads) -> Grads | None:
@@ -182,6 +183,8 @@ class DDPControl(SyncControl):
             self._hang_late()
         if self._leaves or self._cycles:
             self._break_cycles()
+        if self._own.kept:
+            self._own.put_back()
 
     def _probe_version(self) -> int:
         return -1 if self._probe is None or (grad := self._probe.grad) is None else grad._version
