@@ -253,8 +253,8 @@ MUTANTS = (
     Mutant(
         "an optimizer may step in mid-window",
         "_surroundings.py",
-        "if any(id(p) in self._ids for p in held):",
-        "if False:",
+        "if not any(id(p) in self._ids for p in held):",
+        "if True:",
         GUARDS + "test_an_optimizer_that_steps_in_mid_window_is_stopped_before_it_does",
     ),
     Mutant(
