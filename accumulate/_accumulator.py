@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from typing_extensions import Self, Unpack
 
 from . import _arguments as arguments
-from ._advice import batch_statistics, local_gradients
+from ._advice import advice
 from ._amp import FIRST_WEIGHT, Amp
 from ._batches import Batches
 from ._contexts import Block
@@ -25,7 +24,6 @@ from ._sync import Found, find, release
 from ._typing import BackwardOptions, Optimizer, Steppable
 from ._update import Updates
 from ._verify import Verifier
-from ._version import __version__
 from ._windows import Windows
 
 if TYPE_CHECKING:
@@ -69,15 +67,12 @@ class Accumulator(Reports):
         try:
             gradients = AllGradients(Gradients(name, each, self._found) for name, each in models.items())
             ranks = Ranks(self._found, group, gradients[0].device)
-            shown = "a callable" if callable(steps) else steps
-            versions = f"accumulate {__version__}, torch {torch.__version__}"
-            scales = None if scaler is None else f"{type(scaler).__name__} at {scaler.get_scale()}"
             wrappers = self._wrappers()
-            ranks.agree(steps=shown, policy=policy, wrappers=wrappers, versions=versions, scaler=scales)
-            seconds = arguments.check_verify(verify)
-            verifier = Verifier(ranks, self._found, seconds) if seconds else None
+            ranks.agree(**arguments.alike(steps, policy, scaler, wrappers))
             guess = None if scaler is None else FIRST_WEIGHT
-            self._windows = Windows(steps, self._found, gradients, ranks, models, policy, verifier, guess)
+            self._windows = Windows(steps, models, self._found, gradients, ranks, guess)
+            self._windows.policy, seconds = policy, arguments.check_verify(verify)
+            self._windows.verifier = Verifier(ranks, self._found, seconds) if seconds else None
         except BaseException:
             release(self._found)
             raise
@@ -91,10 +86,7 @@ class Accumulator(Reports):
         self._updates = Updates(self._amp)
         facts = {"scaler": None if scaler is None else type(scaler).__name__, "wrappers": wrappers}
         self._state = State(self._windows, gradients, self._found, self._updates, self._amp, facts)
-        advice = [] if steps == 1 else [*batch_statistics(models.values())]
-        if group is None:
-            advice += local_gradients(models.values(), self._found)
-        for text in advice:
+        for text in advice(models.values(), self._found, steps, group):
             warnings.warn(text, stacklevel=2)
 
     def step(self, boundary: bool | None = None) -> Block:
@@ -220,27 +212,6 @@ class Accumulator(Reports):
         if pending and max_norm is not None:
             self.clip_grad_norm_(max_norm)
         return bool(pending) and self._updates.take(pending, schedulers, self.updates)
-
-    def state_dict(self, gradients: bool = True) -> dict[str, object]:
-        """Everything needed to go on elsewhere, bit for bit, as numbers, strings and copies of tensors.
-
-        In mid-window each rank saves its own, for it holds that rank's partial gradients. At a boundary it holds
-        counters and reports, and gradients only if their update has not been taken; ``gradients=False`` leaves them
-        out. It has no weights, optimizer, scaler, random state or position in the data: save those beside it. Raises
-        :class:`WindowError` inside a block, and in mid-window for ``gradients=False``, for a broken window, and where a
-        wrapper keeps partial gradients elsewhere (FSDP): save at a boundary there.
-        """
-        return self._state.save(gradients, self._grad_norm)
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on where ``state`` was saved; the saved gradients are then in ``.grad``.
-
-        Call it on every rank: all load, or none does and nothing is changed. Raises ``TypeError`` or ``ValueError``
-        for what ``state_dict`` did not return, :class:`WindowError` if a window is open (see :meth:`reset`) or if
-        partial gradients do not fit: other steps, policy, wrappers, parameters, or another rank's;
-        :class:`AccumulateError` if another rank fails or has the state of another moment.
-        """
-        self._grad_norm = self._state.load(state)
 
     def close(self) -> None:
         """Detach from the model, which is then as it was found; an open window is dropped, as by ``reset()``.

@@ -9,10 +9,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ._sync import Found
 
-__all__ = ["batch_statistics", "local_gradients"]
+__all__ = ["advice"]
 
 
-def batch_statistics(models: Iterable[nn.Module]) -> Iterator[str]:
+def advice(models: Iterable[nn.Module], found: Sequence[Found], steps: object, group: object) -> Iterator[str]:
+    """Every warning that applies."""
+    models = list(models)
+    if steps != 1:
+        yield from _batch_statistics(models)
+    if group is None:
+        yield from _local_gradients(models, found)
+
+
+def _batch_statistics(models: Iterable[nn.Module]) -> Iterator[str]:
     """BatchNorm in train mode, whose statistics are those of a micro-batch and not of the window."""
     layers = [m for model in models for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
     if layers:
@@ -22,7 +31,7 @@ def batch_statistics(models: Iterable[nn.Module]) -> Iterator[str]:
         )
 
 
-def local_gradients(models: Iterable[nn.Module], found: Sequence[Found]) -> Iterator[str]:
+def _local_gradients(models: Iterable[nn.Module], found: Sequence[Found]) -> Iterator[str]:
     """Gradients that no wrapper averages although there are several ranks."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return

@@ -6,13 +6,16 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from ._errors import AccumulateError
 from ._scaling import precise
+from ._version import __version__
 
 __all__ = [
+    "alike",
     "as_models",
     "check_batches",
     "check_count",
@@ -70,6 +73,17 @@ def check_policy(policy: str) -> str:
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; choose from {', '.join(map(repr, POLICIES))}")
     return policy
+
+
+def alike(steps: object, policy: str, scaler: GradScaler | None, wrappers: Sequence[str]) -> dict[str, object]:
+    """What has to be the same on all ranks, by the names that messages give it."""
+    return {
+        "steps": "a callable" if callable(steps) else steps,
+        "policy": policy,
+        "wrappers": wrappers,
+        "versions": f"accumulate {__version__}, torch {torch.__version__}",
+        "scaler": None if scaler is None else f"{type(scaler).__name__} at {scaler.get_scale()}",
+    }
 
 
 def check_verify(verify: float) -> float:

@@ -19,9 +19,9 @@ __all__ = ["Correction", "global_mean"]
 class Correction:
     """Multiplies gradients by R / (scale * sum of weights), unless that is known to be 1 or the user scales."""
 
-    def __init__(self, ranks: Ranks, gradients: Sequence[Gradients], mean_weight: float | None = None) -> None:
-        self._guess = mean_weight
-        self.mean_weight: float | Tensor | None = mean_weight
+    def __init__(self, ranks: Ranks, gradients: Sequence[Gradients], guess: float | None) -> None:
+        self._guess = guess
+        self.mean_weight: float | Tensor | None = guess
         """The mean weight of a micro-batch in the last weighted window, over all ranks; before it, a guess or None."""
         self._ranks = ranks
         self._gradients = gradients

@@ -173,6 +173,11 @@ class AllGradients(list[Gradients]):
         for gradients in self:
             gradients.let_go()
 
+    def close(self) -> None:
+        """See ``Gradients.close``."""
+        for gradients in self:
+            gradients.close()
+
     def drop(self) -> None:
         """See ``Gradients.drop``."""
         for gradients in self:

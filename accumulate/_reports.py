@@ -1,14 +1,15 @@
-"""What an accumulator tells about itself: counters, losses, norms, its settings, and its ``repr``."""
+"""What an accumulator tells about itself: counters, losses, norms, its settings, its state, and its ``repr``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from . import _arguments as arguments
 from ._correction import global_mean
 from ._gradients import Gradients
+from ._state import State
 from ._sync import Found
 from ._windows import Windows
 
@@ -16,12 +17,13 @@ __all__ = ["Reports"]
 
 
 class Reports:
-    """The half of :class:`Accumulator` that touches no gradient; the other half sets the attributes declared here."""
+    """The half of :class:`Accumulator` beside the loop; the other half sets the attributes declared here."""
 
     _windows: Windows
     _gradients: Sequence[Gradients]
     _found: Sequence[Found]
     _grad_norm: Tensor | None
+    _state: State
 
     @property
     def is_boundary(self) -> bool:
@@ -91,6 +93,27 @@ class Reports:
     @policy.setter
     def policy(self, policy: str) -> None:
         self._windows.policy = arguments.check_policy(policy)
+
+    def state_dict(self, gradients: bool = True) -> dict[str, object]:
+        """Everything needed to go on elsewhere, bit for bit, as numbers, strings and copies of tensors.
+
+        In mid-window each rank saves its own, for it holds that rank's partial gradients. At a boundary it holds
+        counters and reports, and gradients only if their update has not been taken; ``gradients=False`` leaves them
+        out. It has no weights, optimizer, scaler, random state or position in the data: save those beside it. Raises
+        :class:`WindowError` inside a block, and in mid-window for ``gradients=False``, for a broken window, and where a
+        wrapper keeps partial gradients elsewhere (FSDP): save at a boundary there.
+        """
+        return self._state.save(gradients, self._grad_norm)
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on where ``state`` was saved; the saved gradients are then in ``.grad``.
+
+        Call it on every rank: all load, or none does and nothing is changed. Raises ``TypeError`` or ``ValueError``
+        for what ``state_dict`` did not return, :class:`WindowError` if a window is open (see :meth:`reset`) or if
+        partial gradients do not fit: other steps, policy, wrappers, parameters, or another rank's;
+        :class:`AccumulateError` if another rank fails or has the state of another moment.
+        """
+        self._grad_norm = self._state.load(state)
 
     def _wrappers(self) -> list[str]:
         return [f"{type(control.module).__name__} at {name}" for name, control in self._found]

@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ._scaling import precise
 from ._tally import Tally
 
-__all__ = ["VERSION", "check_gradients", "check_state", "describe", "differences"]
+__all__ = ["VERSION", "check_gradients", "check_state", "copied", "describe", "differences", "moved"]
 
 VERSION = 1
 """Of the format. A state of another version is refused: it may hold what this one does not know."""
@@ -130,3 +132,15 @@ def check_gradients(loaded: Mapping[Any, Any], named: Mapping[str, nn.Parameter]
                 f"{where} is {grad.dtype} {tuple(grad.shape)}, which cannot be the gradient of a parameter that is "
                 f"{param.dtype} {tuple(param.shape)} and takes gradients of {dtype or 'any dtype'}"
             )
+
+
+def copied(value: float | Tensor | None) -> float | Tensor | None:
+    """What no later window changes."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A copy of a tensor on ``device``, in float32 where that has no float64."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to(device, precise(device) if value.dtype == torch.float64 else value.dtype, copy=True)

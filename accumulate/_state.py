@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, distributed as dist
 
 from ._agreement import Report, agree, exchange, expect_rest
@@ -22,8 +21,7 @@ from ._amp import Amp
 from ._errors import WindowError
 from ._gradients import Gradients
 from ._guards import refuse_changed_gradients, still_due
-from ._scaling import precise
-from ._schema import VERSION, check_gradients, check_state, describe, differences
+from ._schema import VERSION, check_gradients, check_state, copied, describe, differences, moved
 from ._sync import Found
 from ._tally import Tally
 from ._update import Updates
@@ -70,8 +68,8 @@ class State:
             "updates": windows.updates,
             "micro_steps": windows.micro_steps,
             "is_boundary": windows.is_boundary,
-            "mean_weight": _copy(windows.correction.mean_weight),
-            "grad_norm": _copy(grad_norm),
+            "mean_weight": copied(windows.correction.mean_weight),
+            "grad_norm": copied(grad_norm),
             "closed": None if closed is None else closed.state(),
             "open": None if tally is None else tally.state(),
             "orders": {name: c.resuming.order() for name, c in self._found if c.resuming is not None},
@@ -167,14 +165,11 @@ class State:
             self._refuse_misfit(ready)
             ready["gradients"] = self._prepared_gradients(ready["gradients"])
         here, summed = self._gradients[0].device, windows.ranks.device  # where losses are, and where weights are summed
-        ready["mean_weight"], ready["grad_norm"] = (
-            _moved(ready["mean_weight"], summed),
-            _moved(ready["grad_norm"], here),
-        )
+        ready["mean_weight"], ready["grad_norm"] = moved(ready["mean_weight"], summed), moved(ready["grad_norm"], here)
         for name in ("open", "closed"):
             if (given := ready[name]) is not None:
-                moved = {k: _moved(value, here if k in ("losses", "means") else summed) for k, value in given.items()}
-                ready[name] = Tally.restored(moved, ready["mean_weight"], windows.ranks.size)
+                placed = {k: moved(value, here if k in ("losses", "means") else summed) for k, value in given.items()}
+                ready[name] = Tally.restored(placed, ready["mean_weight"], windows.ranks.size)
         return ready
 
     def _refuse_misfit(self, state: dict[str, Any]) -> None:
@@ -242,17 +237,6 @@ class State:
 
 def _sums(gradients: Gradients) -> dict[str, Tensor]:
     return {name: p.grad.detach().clone() for name, p in gradients.named.items() if p.grad is not None}
-
-
-def _copy(value: float | Tensor | None) -> float | Tensor | None:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """A copy of a tensor on ``device``, in float32 where that has no float64."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().to(device, precise(device) if value.dtype == torch.float64 else value.dtype, copy=True)
 
 
 def _rank() -> int:

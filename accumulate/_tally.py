@@ -175,10 +175,7 @@ class Tally:
         return (self._weight_with_micro() if self.weighted else count), count
 
     def _weight_with_micro(self) -> float | Tensor:
-        micro = self._micro_weight
-        if micro is None:
-            return self._weight
-        return self._weight + micro
+        return self._weight if self._micro_weight is None else self._weight + self._micro_weight
 
     def commit(self, by_hand: bool) -> None:
         """Count the micro-batch that just ended."""

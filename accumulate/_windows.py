@@ -31,37 +31,32 @@ class Windows:
     def __init__(
         self,
         steps: int | Callable[[int], int],
+        models: Mapping[str, nn.Module],
         found: Sequence[Found],
         gradients: AllGradients,
         ranks: Ranks,
-        models: Mapping[str, nn.Module],
-        policy: str,
-        verifier: Verifier | None,
-        mean_weight: float | None = None,
+        guess: float | None,
     ) -> None:
         self.lengths = Lengths(steps)
-        self.policy = policy
+        self.policy = "balanced"
+        self.verifier: Verifier | None = None
         self.ranks = ranks
-        self.micro_steps = 0
-        self.updates = 0
+        self.micro_steps = self.updates = 0
         self.is_boundary = False
         self.is_closed = False
         self.open: Tally | None = None
         self.closed: Tally | None = None
         """The last window that was closed, for reports."""
-        self.before_opening: Callable[[], None] | None = None
-        """Called before a window opens, if there is something that may speak against it."""
+        self.before_opening: Callable[[], None] | None = None  # raises if a window must not open yet
         self.loops = Loops()
         self._controls = [control for _, control in found]
         self._found = found
         self._gradients = gradients
         self._thread: int | None = None
-        self._explicit = False
-        self._started = False
+        self._explicit = self._started = False
         self._drop = Drop(self._controls, gradients)
-        self._verifier = verifier
         self.surroundings = Surroundings(self, models, found)
-        self.correction = Correction(ranks, gradients, mean_weight)
+        self.correction = Correction(ranks, gradients, guess)
         if not callable(steps):
             guards.refuse_hooks(gradients, steps)
 
@@ -74,8 +69,8 @@ class Windows:
         due = tally.position + 1 >= tally.steps
         reduce = due if boundary is None else boundary
         tally.padding = padding
-        if self._verifier is not None:
-            self._verifier.enter(self.updates, tally, reduce, boundary is None and not tally.by_hand)
+        if self.verifier is not None:
+            self.verifier.enter(self.updates, tally, reduce, boundary is None and not tally.by_hand)
         if padding:
             self._drop.begin()
         begin(self._controls, reduce)
@@ -84,8 +79,7 @@ class Windows:
         self._thread = threading.get_ident()
         # Where ranks count alone, windows closed by hand may be unequal; under batches() the plan's end is not by hand.
         self._explicit = boundary is not None and (self.loops.handed is None or reduce != due)
-        self.open, self.is_boundary = tally, reduce
-        self._started = False
+        self.open, self.is_boundary, self._started = tally, reduce, False
 
     def leave(self, failed: bool) -> None:
         """End a micro-batch: put every flag back, then count it, close the window, or mark it broken."""
@@ -213,8 +207,8 @@ class Windows:
                 elif not control.finish():
                     raise AccumulateError(guards.not_reduced(name, control))
             self.correction.apply(tally)
-            if self._verifier is not None:
-                self._verifier.compare()
+            if self.verifier is not None:
+                self.verifier.compare()
         except BaseException:
             tally.broken = "its last micro-batch could not be reduced"
             self.is_boundary = False
@@ -225,8 +219,7 @@ class Windows:
         self.open, self.closed = None, tally
         self.updates += 1
         self.surroundings.is_updated = False
-        for gradients in self._gradients:
-            gradients.close()
+        self._gradients.close()
 
     def _new_tally(self) -> Tally:
         self.surroundings.check()

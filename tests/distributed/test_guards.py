@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-import accumulate._accumulator as module
+import accumulate._arguments as module
 from accumulate import AccumulateError, Accumulator
 from distributed.arrangements import ddp
 from support.loops import data, feed, loss_of, plain_net, rank

@@ -56,7 +56,7 @@ def test_copies_of_shards_that_differ_are_named_under_hsdp() -> None:
     for parameter in model.parameters():
         if rank() == 3 and parameter.grad is not None:
             parameter.grad.mul_(2)
-    verifier = acc._windows._verifier
+    verifier = acc._windows.verifier
     assert verifier is not None
     expected = pytest.raises(AccumulateError, match="is not the same on all ranks")
     with expected if rank() in (1, 3) else nullcontext():
