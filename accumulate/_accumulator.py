@@ -17,7 +17,7 @@ from ._advice import batch_statistics, local_gradients
 from ._amp import FIRST_WEIGHT, Amp
 from ._batches import Batches
 from ._contexts import Block
-from ._gradients import Gradients, total_norm
+from ._gradients import AllGradients, Gradients, total_norm
 from ._ranks import Ranks
 from ._reports import Reports
 from ._state import State
@@ -67,7 +67,7 @@ class Accumulator(Reports):
         scaler = arguments.check_scaler(scaler)
         self._found = find(models)
         try:
-            gradients = [Gradients(name, each, self._found) for name, each in models.items()]
+            gradients = AllGradients(Gradients(name, each, self._found) for name, each in models.items())
             ranks = Ranks(self._found, group, gradients[0].device)
             shown = "a callable" if callable(steps) else steps
             versions = f"accumulate {__version__}, torch {torch.__version__}"
@@ -181,24 +181,6 @@ class Accumulator(Reports):
         inside a block, :class:`AccumulateError` for an FSDP1 model that an exception has left unusable.
         """
         self._windows.reset()
-
-    @property
-    def steps(self) -> int | Callable[[int], int]:
-        """The window length as it was set; a new value takes effect when the next window opens."""
-        return self._windows.lengths.setting
-
-    @steps.setter
-    def steps(self, steps: int | Callable[[int], int]) -> None:
-        self._windows.lengths.setting = arguments.check_setting(steps)
-
-    @property
-    def policy(self) -> str:
-        """What sharded wrappers keep between micro-batches; a new value takes effect when the next window opens."""
-        return self._windows.policy
-
-    @policy.setter
-    def policy(self, policy: str) -> None:
-        self._windows.policy = arguments.check_policy(policy)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the closed window's gradient to ``max_norm``; returns its norm before, over all shards and

@@ -59,7 +59,9 @@ class Batches(Generic[T]):
 
     def _plan(self) -> Plan | None:
         """The next window, or as much of it as there is data for; None at the end."""
-        needed = self._windows.wanted()
+        window = self._windows.open
+        rest = None if window is None else max(1, window.steps - window.position)
+        needed = self._windows.lengths.wanted(self._windows.updates, rest)
         counts = self._extent.counts(needed)
         length = max(counts)
         if not length:
@@ -74,7 +76,7 @@ class Batches(Generic[T]):
         weights = None
         if self._weight is not None:
             weights = self._windows.ranks.start_sum([self._stream.weigh(self._stream.available(length))])
-        return Plan(length, sum(counts), wanted if self._carry else length, self._windows.open is None, weights)
+        return Plan(length, sum(counts), wanted if self._carry else length, window is None, weights)
 
     def _hand_out(self, plan: Plan) -> Iterator[T]:
         """The batches of a plan, up to a boundary that comes earlier."""

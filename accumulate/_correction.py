@@ -40,8 +40,11 @@ class Correction:
         """Drop the sum of a micro-batch that failed."""
         self._sum = None
 
-    def agree(self, tally: Tally) -> bool:
-        """Sum what any rank has open, for a flush; False if none has anything. Reads one vector on the host."""
+    def agree(self, tally: Tally) -> tuple[bool, bool | None]:
+        """Sum what all ranks have open, for a flush: whether there is anything, and whether its losses carry weights.
+
+        Reads one vector on the host.
+        """
         mode = (float(tally.weighted is True), float(tally.weighted is False or tally.has_means))
         sums = self._ranks.start_sum((*tally.totals(), *mode))
         _, count, weighted, unweighted = sums.result().tolist()
@@ -50,10 +53,8 @@ class Correction:
                 "some losses of this window have a weight and some have none, here or on another rank, so it has no "
                 "common denominator. Pass a weight to each, on every rank; reset() drops this window."
             )
-        if tally.weighted is None and (weighted or unweighted):
-            tally.adopt(bool(weighted))  # this rank had no micro-batch of a window that others have opened
         self._sum = sums if count else None
-        return bool(count)
+        return bool(count), bool(weighted) if weighted or unweighted else None
 
     def apply(self, tally: Tally) -> None:
         """Correct the gradients of a window that has been reduced."""

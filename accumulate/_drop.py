@@ -41,8 +41,8 @@ class Drop:
 
     def begin(self) -> None:
         """Let every backward of this micro-batch run, with zeros."""
-        self.is_used = True
         self._aside = self._aside or [kept for gradients in self._gradients for kept in gradients.unsteered()]
+        self.is_used = True
         for control in self._controls:
             control.drop = True
 

@@ -16,7 +16,7 @@ from ._sync import Found
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Gradients", "Kept", "Part", "total_norm"]
+__all__ = ["AllGradients", "Gradients", "Kept", "Part", "total_norm"]
 
 
 @dataclass
@@ -146,6 +146,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Set every gradient to None."""
+        self._held = None
         for param in self.params:
             param.grad = None
 
@@ -157,6 +158,25 @@ class Gradients:
 
 def _norm_of_part(part: Part, norm_type: float) -> Iterable[Tensor]:
     return [part.norm(norm_type)]
+
+
+class AllGradients(list[Gradients]):
+    """Those of all models of one accumulator."""
+
+    def remember(self) -> None:
+        """See ``Gradients.remember``."""
+        for gradients in self:
+            gradients.remember()
+
+    def let_go(self) -> None:
+        """See ``Gradients.let_go``."""
+        for gradients in self:
+            gradients.let_go()
+
+    def drop(self) -> None:
+        """See ``Gradients.drop``."""
+        for gradients in self:
+            gradients.drop()
 
 
 def total_norm(

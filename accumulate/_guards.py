@@ -21,7 +21,9 @@ __all__ = [
     "no_backward",
     "not_inside",
     "not_reduced",
+    "refuse_broken",
     "refuse_changed_gradients",
+    "refuse_closed",
     "refuse_hooks",
     "refuse_nested",
     "still_due",
@@ -40,6 +42,18 @@ def not_inside(thread: int | None) -> WindowError:
     """The error for a loss outside a block of its own thread."""
     where = "none is open" if thread is None else "the open one belongs to another thread"
     return WindowError(f"backward() and scale() belong inside a `with acc.step():` block; {where}")
+
+
+def refuse_broken(tally: Tally) -> None:
+    """Raise for a window that an exception has left half done."""
+    if tally.broken:
+        raise WindowError(f"this window is broken: {tally.broken}. Call reset() to drop it, then repeat it.")
+
+
+def refuse_closed(is_closed: bool) -> None:
+    """Raise after ``close()``."""
+    if is_closed:
+        raise WindowError("this Accumulator is closed; construct a new one")
 
 
 def no_backward() -> WindowError:

@@ -223,10 +223,13 @@ class Handed(Generic[T]):
 
     def check_weight(self, weight: float | Tensor | None) -> None:
         """Raise if a loss's weight is another number than ``weight=fn`` counted, for its window is scaled already."""
-        known = isinstance(weight, float) and isinstance(self.weight, float)
-        if self.plan.weights is not None and not self.is_padding and known and weight != self.weight:
+        if self.plan.weights is None or self.is_padding or not isinstance(weight, float):
+            return
+        is_tensor = isinstance(self.weight, Tensor)  # which is never read; a number that drops contradicts it anyway
+        if (is_tensor and weight == 0) or (not is_tensor and weight != self.weight):
+            counted = "a tensor" if is_tensor else f"{self.weight:g}"
             raise WindowError(
-                f"backward(loss, weight={weight:g}) for a batch that batches(weight=fn) counted as {self.weight:g}; "
+                f"backward(loss, weight={weight:g}) for a batch that batches(weight=fn) counted as {counted}; "
                 "its window is scaled by that already. Pass the same number, or leave weight=fn out: then weights, 0 "
                 "included, may be decided late."
             )

@@ -1,11 +1,12 @@
-"""What an accumulator tells about itself: counters, losses, norms, and its ``repr``."""
+"""What an accumulator tells about itself: counters, losses, norms, its settings, and its ``repr``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from . import _arguments as arguments
 from ._correction import global_mean
 from ._gradients import Gradients
 from ._sync import Found
@@ -15,7 +16,7 @@ __all__ = ["Reports"]
 
 
 class Reports:
-    """The half of :class:`Accumulator` that only reads; the other half sets the attributes declared here."""
+    """The half of :class:`Accumulator` that touches no gradient; the other half sets the attributes declared here."""
 
     _windows: Windows
     _gradients: Sequence[Gradients]
@@ -72,6 +73,24 @@ class Reports:
     def grad_norm(self) -> Tensor | None:
         """The norm at the last ``clip_grad_norm_``; None before the first."""
         return self._grad_norm
+
+    @property
+    def steps(self) -> int | Callable[[int], int]:
+        """The window length as it was set; a new value takes effect when the next window opens."""
+        return self._windows.lengths.setting
+
+    @steps.setter
+    def steps(self, steps: int | Callable[[int], int]) -> None:
+        self._windows.lengths.setting = arguments.check_setting(steps)
+
+    @property
+    def policy(self) -> str:
+        """What sharded wrappers keep between micro-batches; a new value takes effect when the next window opens."""
+        return self._windows.policy
+
+    @policy.setter
+    def policy(self, policy: str) -> None:
+        self._windows.policy = arguments.check_policy(policy)
 
     def _wrappers(self) -> list[str]:
         return [f"{type(control.module).__name__} at {name}" for name, control in self._found]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from ._errors import UnsupportedWrapperError
+from ._foreign import refuse_unknown
 from ._resuming import Resuming
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class SyncControl(ABC):
     shard_group: ProcessGroup | None = None
     """The group over which ``.grad`` is split without being a DTensor (FSDP1), else None."""
     replica_group: ProcessGroup | None = None
-    """The group over which ``.grad`` must be equal after a reduction, for ``verify=True``; None if there is none."""
+    """The group over which reduced gradients are equal, for ``verify=True``; None if there is none."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -114,12 +115,6 @@ _registry: dict[type | str, type[SyncControl] | str] = {
     _FSDP2: "accumulate.wrappers.fsdp2.FSDP2Control",
     _FSDP2_BEFORE_2_7: "accumulate.wrappers.fsdp2.FSDP2Control",
 }
-_FOREIGN = {
-    "deepspeed.": "DeepSpeed's engine counts micro-batches itself: use its own gradient_accumulation_steps",
-    "megatron.": "Megatron's schedule owns the accumulation: use its own no_sync_func",
-    "torch_xla.": "use torch_xla's own accumulation",
-    "torch.distributed._composable.replicate": "use DistributedDataParallel, or the replicate of fully_shard",
-}
 _active: weakref.WeakValueDictionary[int, SyncControl] = weakref.WeakValueDictionary()
 
 
@@ -166,21 +161,6 @@ def _adapters() -> list[tuple[type, type[SyncControl]]]:
     return found
 
 
-def _refuse_unknown(name: str, module: nn.Module) -> None:
-    """Raise for a module that is, or looks like, a wrapper without an adapter."""
-    cls = type(module)  # never the instance: OptimizedModule forwards attributes of the module inside
-    dotted = f"{cls.__module__}.{cls.__qualname__}"
-    advice = next((text for prefix, text in _FOREIGN.items() if dotted.startswith(prefix)), None)
-    looks_like_one = any(hasattr(cls, flag) for flag in ("no_sync", "set_requires_gradient_sync"))
-    if not looks_like_one and not (advice and "Parallel" in cls.__name__):
-        return
-    raise UnsupportedWrapperError(
-        f"{name} is a {dotted}, which synchronises gradients in a way this library does not know. Supported are "
-        f"DistributedDataParallel, FullyShardedDataParallel and fully_shard; "
-        f"{advice or 'for another wrapper write a SyncControl and call accumulate.register(wrapper, control)'}."
-    )
-
-
 def matches(models: Mapping[str, nn.Module]) -> list[Match]:
     """Every wrapper in ``models``, at any depth, and what would steer it; raises for an unknown one."""
     adapters = _adapters()
@@ -191,7 +171,7 @@ def matches(models: Mapping[str, nn.Module]) -> list[Match]:
             name = f"{label}.{path}" if path else label
             control = next((c for cls, c in adapters if isinstance(module, cls)), None)
             if control is None:
-                _refuse_unknown(name, module)
+                refuse_unknown(name, module)
             elif (control, id(module)) not in covered:
                 found.append(Match(name, module, control))
                 below = module.modules() if control.covers_subtree else (module,)

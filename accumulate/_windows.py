@@ -12,9 +12,9 @@ from . import _guards as guards
 from ._arguments import is_zero
 from ._correction import Correction
 from ._drop import Drop
-from ._errors import AccumulateError, WindowError
-from ._gradients import Gradients
-from ._lengths import Lengths, Wanted
+from ._errors import AccumulateError
+from ._gradients import AllGradients
+from ._lengths import Lengths
 from ._loops import Loops
 from ._ranks import Ranks
 from ._surroundings import Surroundings
@@ -32,7 +32,7 @@ class Windows:
         self,
         steps: int | Callable[[int], int],
         found: Sequence[Found],
-        gradients: Sequence[Gradients],
+        gradients: AllGradients,
         ranks: Ranks,
         models: Mapping[str, nn.Module],
         policy: str,
@@ -71,23 +71,21 @@ class Windows:
         padding = self.loops.enter()
         tally = self.open or self._new_tally()
         self._check_usable(tally)
-        reduce = due = tally.position + 1 >= tally.steps
-        if boundary is not None:
-            reduce = boundary
+        due = tally.position + 1 >= tally.steps
+        reduce = due if boundary is None else boundary
         tally.padding = padding
         if self._verifier is not None:
             self._verifier.enter(self.updates, tally, reduce, boundary is None and not tally.by_hand)
+        if padding:
+            self._drop.begin()
         begin(self._controls, reduce)
         if reduce:
-            self._let_go()
+            self._gradients.let_go()
         self._thread = threading.get_ident()
-        # Ranks that count alone may hold unequal windows when one is closed by hand; under batches() none is closed
-        # by hand where the plan closes it.
+        # Where ranks count alone, windows closed by hand may be unequal; under batches() the plan's end is not by hand.
         self._explicit = boundary is not None and (self.loops.handed is None or reduce != due)
         self.open, self.is_boundary = tally, reduce
         self._started = False
-        if tally.padding:
-            self._drop.begin()
 
     def leave(self, failed: bool) -> None:
         """End a micro-batch: put every flag back, then count it, close the window, or mark it broken."""
@@ -110,8 +108,7 @@ class Windows:
         if self.is_boundary:
             self._close(tally, flush=False)
             return
-        for gradients in self._gradients:
-            gradients.remember()
+        self._gradients.remember()
 
     def _fail(self, tally: Tally) -> None:
         """An exception left the block: the micro-batch is not counted, and may have left half a gradient behind."""
@@ -159,12 +156,16 @@ class Windows:
     def flush(self) -> bool:
         """Close what is open on any rank; True if there was something."""
         self.refuse_inside("flush")
+        tally = self.open or Tally(1, None)  # a callable is not asked for a window that may never open
+        self._check_usable(tally, by_hand=True)
+        found, weighted = self.correction.agree(tally)
         self.loops.settle()
-        tally = self.open or self._new_tally()
-        self._check_usable(tally)
-        if not self.correction.agree(tally):
-            self._let_go()
+        if not found:
             return False
+        if self.open is None:  # this rank has no micro-batch of a window that others have opened
+            tally = self._new_tally()
+        if tally.weighted is None and weighted is not None:
+            tally.adopt(weighted)
         tally.by_hand = self.is_boundary = True
         self._close(tally, flush=True)
         return True
@@ -177,9 +178,7 @@ class Windows:
             return
         for control in self._controls:
             control.reset()
-        self._let_go()
-        for gradients in self._gradients:
-            gradients.drop()
+        self._gradients.drop()
         self.open, self.is_boundary = None, False
         self.correction.forget()
 
@@ -194,8 +193,7 @@ class Windows:
     def check_idle(self, call: str) -> None:
         """Raise if the accumulator is closed or in the middle of a micro-batch."""
         self.refuse_inside(call)
-        if self.is_closed:
-            raise WindowError("this Accumulator is closed; construct a new one")
+        guards.refuse_closed(self.is_closed)
 
     def at_boundary(self, call: str) -> bool:
         """Whether a window has been closed and no later one has begun; raises inside a block."""
@@ -223,7 +221,7 @@ class Windows:
             raise
         finally:
             self.correction.forget()
-            self._let_go()
+            self._gradients.let_go()
         self.open, self.closed = None, tally
         self.updates += 1
         self.surroundings.is_updated = False
@@ -239,29 +237,18 @@ class Windows:
         plan = self.loops.plan
         steps = self.lengths.of(self.updates) if plan is None else plan.steps
         guards.refuse_hooks(self._gradients, steps)
-        for gradients in self._gradients:
-            gradients.remember()
+        self._gradients.remember()
         return Tally(steps, self.correction.mean_weight, plan, self.ranks.size)
-
-    def wanted(self) -> Wanted:
-        """The micro-batches that the open window still needs, or that the next one has."""
-        rest = None if self.open is None else max(1, self.open.steps - self.open.position)
-        return self.lengths.wanted(self.updates, rest)
 
     def _opened(self) -> Tally:
         assert self.open is not None  # a block is open, and blocks are entered with a tally
         return self.open
 
-    def _let_go(self) -> None:
-        for gradients in self._gradients:
-            gradients.let_go()
-
-    def _check_usable(self, tally: Tally) -> None:
-        if self.is_closed:
-            raise WindowError("this Accumulator is closed; construct a new one")
-        self.loops.check()
-        if tally.broken:
-            raise WindowError(f"this window is broken: {tally.broken}. Call reset() to drop it, then repeat it.")
+    def _check_usable(self, tally: Tally, by_hand: bool = False) -> None:
+        guards.refuse_closed(self.is_closed)
+        if not by_hand:
+            self.loops.check()
+        guards.refuse_broken(tally)
         guards.refuse_changed_gradients(self._gradients, tally)
 
     def refuse_inside(self, call: str) -> None:

@@ -5,8 +5,9 @@
     sudo python benchmarks/two_hosts.py --wrapper fsdp2 --json out.json
 
 For each rate and number of micro-batches per window: the efficiency of a loop that reduces each, of hand-written code
-and of accumulate, against the same ranks reducing nothing; what `python -m accumulate plan` predicts for it; and the
-bytes that crossed the link. Needs root and Linux's iproute2; the namespaces are removed again, also after Ctrl-C.
+and of accumulate, against the same ranks reducing nothing in the same round; what `python -m accumulate plan` predicts
+from the time they took for that; and the bytes that crossed the link. Needs root and Linux's iproute2; the namespaces
+are removed again, also after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ def hosts(rate: float) -> Iterator[list[str]]:
     ends = [f"acc{os.getpid()}.{index}" for index in range(2)]  # an interface's name has at most 15 characters
     with ExitStack() as stack:
         for name in names:
+            # Registered first, so that no moment is left in which an interruption would leave one behind.
+            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False, capture_output=True)
             sh("ip", "netns", "add", name)
-            stack.callback(sh, "ip", "netns", "del", name)
         sh("ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
         for name, end, address in zip(names, ends, ADDRESSES, strict=True):
             inside = ("ip", "-n", name)
@@ -126,10 +128,9 @@ def run(names: Sequence[str], options: Options, timeout: float) -> dict[str, Any
 # -- what came out ----------------------------------------------------------------------------------------------------
 
 
-def predicted(options: Options, found: dict[str, Any], rate: float, steps: int, each: bool) -> Forecast:
-    """The plan for two nodes of one rank, with the time that the same ranks take when they reduce nothing."""
-    compute = median(column(found, SILENT, steps, "seconds")) / steps
-    model = Model(found["parameters"], layers=options.layers)
+def predicted(options: Options, parameters: int, rate: float, steps: int, compute: float, each: bool) -> Forecast:
+    """The plan for two nodes of one rank."""
+    model = Model(parameters, layers=options.layers)
     cluster = Cluster(nodes=2, ranks_per_node=1, within=math.inf, between=rate)
     shards = 1 if options.wrapper == "ddp" else 2
     overlap = options.wrapper == "ddp"  # FSDP has no streams on a CPU, so its collectives wait for each other
@@ -146,16 +147,17 @@ def rows(options: Options, found: dict[str, Any], rate: float) -> Iterator[dict[
     for steps in options.steps:
         silent = column(found, SILENT, steps, "seconds")
         for mode in (EVERY, HAND, ACCUMULATE):
-            plan = predicted(options, found, rate, steps, mode == EVERY)
+            size, each = found["parameters"], mode == EVERY
+            plans = [predicted(options, size, rate, steps, one / steps, each) for one in silent]
             seconds = column(found, mode, steps, "seconds")
             yield {
                 "rate": rate,
                 "steps": steps,
                 "mode": mode.name,
                 "measured": median(one / other for one, other in zip(silent, seconds, strict=True)),
-                "predicted": plan.efficiency,
+                "predicted": median(plan.efficiency for plan in plans),
                 "bytes": median(column(found, mode, steps, "bytes")),
-                "predicted_bytes": sum(plan.sent),
+                "predicted_bytes": sum(plans[0].sent),
                 "seconds": seconds,
                 "silent_seconds": silent,
             }
@@ -172,8 +174,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--rates", type=units.bandwidth, nargs="+", default=[1.25e8, 1.25e7], metavar="RATE", help="of the link")
-    add("--steps", type=units.count, nargs="+", default=[1, 4, 16], metavar="N", help="micro-batches per window")
-    add("--rounds", type=units.count, default=3, metavar="N", help="interleaved; medians are shown (default: 3)")
+    add("--steps", type=units.count, nargs="+", default=[1, 4, 8], metavar="N", help="micro-batches per window")
+    add("--rounds", type=units.count, default=5, metavar="N", help="interleaved; medians are shown (default: 5)")
     add("--wrapper", choices=("ddp", "fsdp2"), default="ddp", help="default: ddp")
     add("--layers", type=units.count, default=4, metavar="N", help="of the GPT (default: 4)")
     add("--width", type=units.count, default=256, metavar="N", help="a multiple of 8 (default: 256)")
@@ -184,12 +186,15 @@ def arguments() -> argparse.Namespace:
 
 
 def interrupted(number: int, frame: FrameType | None) -> None:
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)  # a second one would only spoil the clearing up
     raise KeyboardInterrupt
 
 
 def main() -> int:
     given = arguments()
-    signal.signal(signal.SIGTERM, interrupted)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, interrupted)
     sizes = {name: getattr(given, name) for name in ("wrapper", "rounds", "layers", "width", "batch")}
     options = Options(steps=tuple(sorted(set(given.steps))), data="source", **sizes)
     found: list[dict[str, Any]] = []

@@ -39,10 +39,13 @@ class Mutant(NamedTuple):
 
 CASES, DDP, FSDP = "unit/test_cases.py::", "distributed/test_cases_ddp.py::", "distributed/test_cases_fsdp.py::"
 SCALER, SCALED_RANKS = "unit/test_scaler.py::", "distributed/test_scaler.py::"
+PLAN = "unit/test_plan.py::"
 BAD, CONFORMS = "unit/test_bad_input.py::", "distributed/test_conformance.py::test_conforms"
 BATCHES, AHEAD = "distributed/test_batches.py::", "unit/test_batches.py::"
 CHECK = "unit/test_check.py::"
 CAUSE = CHECK + "test_the_cause_is_told"
+POLICIES, VERIFY = "distributed/test_policies.py::", "distributed/test_verify.py::"
+GUARDS = "unit/test_guards.py::"
 STATE, RANKS_STATE = "unit/test_state.py::", "distributed/test_state.py::"
 MISTAKE = BAD + "test_a_mistake_is_named_with_its_value_and_leaves_the_model_unharmed"
 
@@ -209,6 +212,78 @@ MUTANTS = (
         "self._iterator = iter(())",
         "pass",
         AHEAD + "test_a_kept_traceback_keeps_no_worker_process",
+    ),
+    # -- policies
+    Mutant(
+        "memory keeps gradients",
+        "wrappers/fsdp2.py",
+        "elif not reduce:",
+        "if not reduce:",
+        POLICIES + "test_case_46_each_policy_sends_the_least_that_it_can",
+    ),
+    Mutant(
+        "speed gathers again",
+        "wrappers/fsdp2.py",
+        "group.post_forward_mesh_info = None",
+        "pass",
+        POLICIES + "test_case_46_each_policy_sends_the_least_that_it_can",
+    ),
+    Mutant(
+        "memory reduces between nodes each time",
+        "wrappers/fsdp2.py",
+        "group.all_reduce_grads = group.all_reduce_grads and reduce",
+        "pass",
+        POLICIES + "test_case_47_a_2d_mesh_reduces_between_nodes_once",
+    ),
+    Mutant(
+        "units that the boundary does not use are lost on a 2-D mesh",
+        "wrappers/fsdp2.py",
+        "                group.reduce_scatter_unused_params = True\n        elif",
+        "        elif",
+        POLICIES + "test_units_that_the_boundary_does_not_use_are_reduced_on_a_2d_mesh",
+    ),
+    Mutant(
+        "the root's automatic setting is undone",
+        "wrappers/fsdp2.py",
+        "if groups and state._is_root is None and state._auto_reshard_after_forward:",
+        "if False:",
+        POLICIES + "test_flags_are_what_torch_would_have_made_them",
+    ),
+    # -- guards
+    Mutant(
+        "an optimizer may step in mid-window",
+        "_surroundings.py",
+        "if not any(id(p) in self._ids for p in held):",
+        "if True:",
+        GUARDS + "test_an_optimizer_that_steps_in_mid_window_is_stopped_before_it_does",
+    ),
+    Mutant(
+        "two windows may share parameters",
+        "_surroundings.py",
+        "if (window := other.window()) is not None:",
+        "if False:",
+        GUARDS + "test_two_windows_on_the_same_parameters_are_refused",
+    ),
+    Mutant(
+        "a DDP around the model goes unnoticed",
+        "_surroundings.py",
+        "if distributed.DistributedDataParallel._active_ddp_module is not None:",
+        "if False:",
+        "distributed/test_guards.py::test_a_wrapper_that_comes_after_the_accumulator_is_an_error",
+    ),
+    Mutant(
+        "gradients are not compared",
+        "_verify.py",
+        "(highest != -lowest)",
+        "(highest != highest)",
+        VERIFY + "test_gradients_that_differ_are_an_error_on_every_rank_with_the_parameters_name",
+    ),
+    Mutant(
+        "windows are not compared",
+        "_verify.py",
+        "if row != rows[0]:",
+        "if False:",
+        VERIFY + "test_ranks_at_different_places_are_both_named_on_both",
     ),
     # -- state
     Mutant(
@@ -431,7 +506,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window that an exception broke goes on",
-        "_windows.py",
+        "_guards.py",
         "if tally.broken:",
         "if False:",
         CASES + "test_case_27_an_exception_in_the_first_micro_batch_breaks_the_window_too",
@@ -439,8 +514,8 @@ MUTANTS = (
     Mutant(
         "reset keeps the gradients",
         "_windows.py",
-        "            gradients.drop()",
-        "            pass",
+        "        self._gradients.drop()",
+        "        pass",
         CASES + "test_case_27_an_exception_in_the_second_micro_batch",
     ),
     Mutant(
@@ -660,7 +735,7 @@ MUTANTS = (
     Mutant(
         "strangers are let through",
         "_sync.py",
-        "            if control is None:\n                _refuse_unknown(name, module)",
+        "            if control is None:\n                refuse_unknown(name, module)",
         "            if control is None:\n                pass",
         MISTAKE + "[stranger]",
     ),
@@ -730,8 +805,8 @@ MUTANTS = (
     Mutant(
         "restore from the argument",
         "wrappers/fsdp2.py",
-        "                reshard,\n            )",
-        "                True,\n            )",
+        "setattr(group, name, value)",
+        "setattr(group, name, value if name == _FLAGS[3] else True)",
         FSDP + "test_flags_are_put_back_to_what_was_there_after_each_block_and_after_an_exception",
     ),
     Mutant(
@@ -761,6 +836,56 @@ MUTANTS = (
         "module._sync_gradients = False",
         "pass",
         CONFORMS + "[fsdp1-full-inside-mean-3+3+3]",
+    ),
+    # -- the plan
+    Mutant(
+        "plan: balanced gathers in each forward",
+        "plan/volume.py",
+        "return Schedule(everything, 0, 0 if",
+        "return Schedule(everything, everything, 0 if",
+        PLAN + "test_a_window_of_three_hands_over_what_the_policy_table_says",
+    ),
+    Mutant(
+        "plan: DDP under memory reduces each micro-batch",
+        "plan/volume.py",
+        "return Schedule(sums_each=each)",
+        "return Schedule(sums_each=each or policy == POLICIES[0])",
+        PLAN + "test_a_window_of_three_hands_over_what_the_policy_table_says",
+    ),
+    Mutant(
+        "plan: FSDP1 sums in the dtype of reductions",
+        "plan/volume.py",
+        'size * (model.gathered if wrapper == "fsdp1" else model.reduced)',
+        "size * model.reduced",
+        PLAN + "test_a_rank_holds_shards_and_what_the_policy_keeps",
+    ),
+    Mutant(
+        "plan: a ring sends the whole payload",
+        "plan/cost.py",
+        "passes * payload * (group.size - 1) / group.size",
+        "passes * payload",
+        PLAN + "test_a_ring_over_two_nodes_of_two_ranks_by_hand",
+    ),
+    Mutant(
+        "plan: each rank has the node's link to itself",
+        "plan/cost.py",
+        "_between(moved, group) * cluster.ranks_per_node / cluster.between",
+        "_between(moved, group) / cluster.between",
+        PLAN + "test_a_ring_over_two_nodes_of_two_ranks_by_hand",
+    ),
+    Mutant(
+        "plan: the last bucket hides as well",
+        "plan/cost.py",
+        "max(compute + share * communication, share * compute + communication)",
+        "max(compute, communication)",
+        PLAN + "test_all_but_the_last_bucket_hides_behind_a_long_backward",
+    ),
+    Mutant(
+        "plan: the recommended window is one too long",
+        "plan/cost.py",
+        "range(max(1, about - 1), about + 2)",
+        "range(max(1, about + 1), about + 2)",
+        PLAN + "test_the_recommended_window_is_the_first_that_reaches_the_efficiency",
     ),
     # -- arguments
     Mutant("True is a number of steps", "_arguments.py", "isinstance(steps, bool) or ", "", MISTAKE + "[steps True]"),

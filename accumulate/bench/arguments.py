@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from accumulate._arguments import POLICIES
 from accumulate.bench import data, plot
 from accumulate.bench.cores import cores
 from accumulate.bench.plan import Options
@@ -27,6 +28,7 @@ EXAMPLES = """\
 examples:
   python -m accumulate bench                          the table, in less than three minutes
   python -m accumulate bench --wrapper fsdp2          the same under fully_shard
+  python -m accumulate bench --wrapper fsdp2 --policy speed    with parameters gathered once per window
   python -m accumulate bench --plot efficiency.png    efficiency over steps as a picture
   python -m accumulate bench --json - | jq .results   for programs; progress and table go to stderr
   python -m accumulate bench --batch 8 --rounds 5     more work per micro-batch: reducing matters less
@@ -50,6 +52,12 @@ def _what(group: argparse._ArgumentGroup) -> None:
         choices=("ddp", "fsdp2"),
         default="ddp",
         help="around the model of the N processes (default: ddp)",
+    )
+    group.add_argument(
+        "--policy",
+        choices=POLICIES,
+        default="balanced",
+        help="what accumulate's fsdp2 keeps between micro-batches (default: balanced)",
     )
     group.add_argument(
         "--ranks",
@@ -143,7 +151,7 @@ def options(parsed: argparse.Namespace, bench: argparse.ArgumentParser) -> Optio
     except ValueError as error:
         bench.error(str(error))
     device, ranks = _place(parsed, bench)
-    names = ("wrapper", "rounds", "seconds", "timeout", "layers", "width", "heads", "tokens", "batch")
+    names = ("wrapper", "policy", "rounds", "seconds", "timeout", "layers", "width", "heads", "tokens", "batch")
     given = {name: getattr(parsed, name) for name in names}
     return Options(ranks=ranks, device=device, data=source, steps=sorted(set(parsed.steps)), **given)
 

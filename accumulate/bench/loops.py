@@ -55,9 +55,9 @@ def hand_fsdp2(model: FSDPModule, steps: int) -> Iterator[Window]:
 
 
 @contextmanager
-def accumulate(model: nn.Module, steps: int) -> Iterator[Window]:
+def accumulate(model: nn.Module, steps: int, policy: str) -> Iterator[Window]:
     """This library."""
-    with Accumulator(model, steps) as acc:
+    with Accumulator(model, steps, policy=policy) as acc:
 
         def window(microbatches: Sequence[Tensor]) -> None:
             for tokens in microbatches:

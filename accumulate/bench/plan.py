@@ -40,6 +40,7 @@ class Options:
     ranks: int = 2
     device: str = "cpu"
     wrapper: str = "ddp"
+    policy: str = "balanced"
     steps: Sequence[int] = (1, 4, 8, 32)
     rounds: int | None = None
     layers: int = 6

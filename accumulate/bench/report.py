@@ -12,7 +12,7 @@ import torch
 import accumulate
 from accumulate.bench.cores import cores
 from accumulate.bench.measure import NOISY, Cell, Result
-from accumulate.bench.plan import ACCUMULATE, HAND, ONE, SILENT
+from accumulate.bench.plan import ACCUMULATE, HAND, ONE, SILENT, Options
 
 LOW = 0.75  # a ceiling below this makes a warning
 COLUMNS = ("steps", "", "micro-batches/s", "efficiency", "spread", "reduced", "gathered")
@@ -31,6 +31,11 @@ def table(result: Result) -> str:
     lines = ["  ".join(_align(index, text, widths[index]) for index, text in enumerate(row)).rstrip() for row in rows]
     body = "\n".join([*lines[:2], "-" * max(map(len, lines)), *lines[2:]])
     return "\n\n".join([_heading(result), body, "\n".join(notes(result)), *warnings(result)])
+
+
+def _wrapper(options: Options) -> str:
+    policy = "" if options.policy == "balanced" else f", policy {options.policy}"
+    return options.wrapper.upper() + policy
 
 
 def notes(result: Result) -> Iterator[str]:
@@ -92,6 +97,7 @@ def document(result: Result) -> dict[str, object]:
         "ranks": o.ranks,
         "backend": o.backend,
         "wrapper": o.wrapper,
+        "policy": o.policy,
         "data": result.facts.data,
         "model": {
             "layers": o.layers,
@@ -132,7 +138,7 @@ def _heading(result: Result) -> str:
         f"GPT, layers {o.layers}, width {o.width}, heads {o.heads}: {million:.1f} M parameters, "
         f"{4 * million:.1f} MB of fp32 gradients\n"
         f"{result.facts.data}: {o.batch} x {o.tokens} tokens per micro-batch\n"
-        f"{o.wrapper.upper()} over {o.backend}, {o.ranks} ranks, {where}; torch {torch.__version__}; "
+        f"{_wrapper(o)} over {o.backend}, {o.ranks} ranks, {where}; torch {torch.__version__}; "
         f"{_machine(result)}\n"
         f"{result.rounds} round{'s' * (result.rounds > 1)}, interleaved, {result.seconds:.0f} s in all"
     )

@@ -92,7 +92,7 @@ class Rank:
         """Seconds that the windows took, from a moment when all ranks that take part were ready."""
         model = self._pick(job.mode)
         work = [self._window(job.steps, self.options.batch, self.options.tokens) for _ in range(job.windows)]
-        with _loop(job, model) as window:
+        with self._loop(job, model) as window:
             if not job.mode.alone:
                 dist.barrier()
             self._synchronize()
@@ -107,7 +107,7 @@ class Rank:
     def count(self, job: Job) -> Traffic:
         """One untimed window under a counter. What is reduced does not depend on the data: two tokens do."""
         model = self._pick(job.mode)
-        with _loop(job, model) as window, CollectiveCounter() as counter:
+        with self._loop(job, model) as window, CollectiveCounter() as counter:
             window(self._window(job.steps, 1, min(2, self.options.tokens)))
         self.optimizers[model].zero_grad()
         traffic: Traffic = counter.traffic
@@ -115,6 +115,15 @@ class Rank:
 
     def _pick(self, mode: Mode) -> nn.Module:
         return self.wrapped if mode in REDUCING else self.plain
+
+    def _loop(self, job: Job, model: nn.Module) -> AbstractContextManager[loops.Window]:
+        if job.mode == ACCUMULATE:
+            return loops.accumulate(model, job.steps, self.options.policy)
+        if job.mode == HAND and isinstance(model, DistributedDataParallel):
+            return loops.hand_ddp(model, job.steps)
+        if job.mode == HAND:
+            return loops.hand_fsdp2(cast(FSDPModule, model), job.steps)
+        return loops.every(model, job.steps)
 
     def _model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -139,13 +148,3 @@ def _wrap(model: nn.Module, options: Options) -> nn.Module:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
-
-
-def _loop(job: Job, model: nn.Module) -> AbstractContextManager[loops.Window]:
-    if job.mode == ACCUMULATE:
-        return loops.accumulate(model, job.steps)
-    if job.mode == HAND and isinstance(model, DistributedDataParallel):
-        return loops.hand_ddp(model, job.steps)
-    if job.mode == HAND:
-        return loops.hand_fsdp2(cast(FSDPModule, model), job.steps)
-    return loops.every(model, job.steps)

@@ -134,17 +134,17 @@ class FSDP2Control(SyncControl):
             )
         if not self._flags:
             self.disturbed = False
-        self._flags.append([[self._found(group, name) for name in _FLAGS] for group in self._param_groups])
-        for group in self._param_groups:
+        unchanged = reduce and self.policy == "balanced"
+        groups = () if unchanged else self._param_groups
+        self._flags.append([[getattr(group, name, None) for name in _FLAGS] for group in groups])
+        state = _state(self.module)
+        if groups and state._is_root is None and state._auto_reshard_after_forward:
+            for group in _own_groups(state):  # torch does this in the first forward, which may come before end()
+                self._flags[-1][groups.index(group)][_FLAGS.index("post_forward_mesh_info")] = None
+        for group in groups:
             self._set_flags(group, reduce)
         if reduce:
             self._upcast_first_gradients()
-
-    def _found(self, group: Any, name: str) -> Any:
-        """A flag as it is, or as torch is about to make it: the first forward keeps the root's parameters."""
-        state = _state(self.module)
-        is_new = name == "post_forward_mesh_info" and state._is_root is None and state._auto_reshard_after_forward
-        return None if is_new and group in _own_groups(state) else getattr(group, name, None)
 
     def _set_flags(self, group: Any, reduce: bool) -> None:
         if self.policy == "speed":
@@ -180,7 +180,7 @@ class FSDP2Control(SyncControl):
         for handle in self._upcasts:
             handle.remove()
         self._upcasts = []
-        for group, found in zip(self._param_groups, flags, strict=True):
+        for group, found in zip(self._param_groups, flags, strict=False):
             for name, value in zip(_FLAGS, found, strict=True):
                 setattr(group, name, value)
         state = _state(self.module)

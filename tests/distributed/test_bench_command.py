@@ -80,7 +80,7 @@ def test_json_on_stdout_stands_alone_and_plot_writes_a_png(tmp_path: Path) -> No
     assert ended.returncode == 0, ended.stderr
     document: dict[str, Any] = json.loads(ended.stdout)
     assert sorted(document) == [
-        "backend", "data", "loss", "machine", "model", "ranks", "results",
+        "backend", "data", "loss", "machine", "model", "policy", "ranks", "results",
         "rounds", "seconds", "versions", "warnings", "wrapper",
     ]  # fmt: skip
     assert "WARNING: one round only" in ended.stderr

@@ -39,6 +39,7 @@ MEMBERS = {
     "loss",
     "micro_steps",
     "optimizer_step",
+    "policy",
     "position",
     "reset",
     "scale",
