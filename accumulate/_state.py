@@ -20,7 +20,7 @@ from ._agreement import Report, agree, exchange, expect_rest
 from ._amp import Amp
 from ._errors import WindowError
 from ._gradients import Gradients
-from ._guards import refuse_changed_gradients, still_due
+from ._guards import refuse_changed_gradients, refuse_hooks, still_due
 from ._schema import VERSION, check_gradients, check_state, copied, describe, differences, moved
 from ._sync import Found
 from ._tally import Tally
@@ -161,6 +161,8 @@ class State:
             )
         windows.surroundings.check()
         ready = check_state(state)
+        if ready["open"] is not None:
+            refuse_hooks(self._gradients, ready["open"]["steps"])
         if ready["fits"] is not None:
             self._refuse_misfit(ready)
             ready["gradients"] = self._prepared_gradients(ready["gradients"])

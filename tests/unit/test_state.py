@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accumulate import Accumulator, WindowError
+from accumulate import AccumulateError, Accumulator, WindowError
 from support.loops import data, feed, grads, loss_of, matches, plain_net
 from support.oracle import Term
 
@@ -425,6 +425,23 @@ def test_an_open_window_is_not_overwritten() -> None:
     state = acc.state_dict()
     feed(acc, model, [data(0, 0)])
     refused(acc, state, WindowError, "after micro-batch 1 of 4", "reset()")
+
+
+def test_another_accumulators_window_is_not_overwritten() -> None:
+    model = plain_net()
+    acc, other = Accumulator(model, STEPS), Accumulator(model, STEPS)
+    feed(acc, model, [data(0, 0)])
+    refused(other, mid_window(), WindowError, "another Accumulator has a window open")
+    feed(acc, model, [data(0, i) for i in range(1, 4)])
+    matches(model, plain_net(), [data(0, i) for i in range(4)])
+
+
+def test_an_optimizer_inside_backward_is_noticed_when_loading() -> None:
+    state = mid_window(lambda update: STEPS)
+    model = plain_net()
+    acc = Accumulator(model, lambda update: STEPS)
+    model[0].weight.register_post_accumulate_grad_hook(lambda param: None)  # type: ignore[index]  # a Sequential
+    refused(acc, state, AccumulateError, "post-accumulate-grad hook")
 
 
 def test_a_closed_accumulator_loads_nothing() -> None:
