@@ -501,3 +501,26 @@ def test_one_rank_sized_and_one_not_agree_window_by_window() -> None:
     found = run_loop(acc, model, BY_NAME["ddp"], unsized(mine) if rank() else mine, "late")
     for gradients, terms in zip(found, windows_of((3, 4), 2), strict=True):
         same(gradients, gradient(plain_net(), terms))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_case_52_a_second_accumulator_in_the_loop_is_told_of_padding(name: str) -> None:
+    row = BY_NAME[name]
+    first, second = row.build(), row.build()
+    acc, other = Accumulator(first, 2), Accumulator(second, 3)
+    counts = (2, 5)
+    found: list[dict[str, Tensor]] = []
+    for term in acc.batches(batches_of(rank(), counts[rank()])):
+        with acc.step():
+            acc.backward(loss_of(first, term))
+        with other.step(acc.is_last or None):
+            other.backward(loss_of(second, term), weight=0 if acc.is_padding else 1)
+        if acc.is_boundary:
+            first.zero_grad()
+        if other.is_boundary:
+            found.append(row.gradients(second))
+            second.zero_grad()
+    assert (acc.updates, other.updates) == (3, 2)
+    for gradients, terms in zip(found, windows_of(counts, 3), strict=True):
+        same(gradients, gradient(row.seed(), [Term(t.x, t.y) for t in terms]))
