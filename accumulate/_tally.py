@@ -238,6 +238,7 @@ def _sum(losses: list[Tensor], device: torch.device) -> Tensor:
 
 def _ratio(total: Tensor, weight: float | Tensor) -> Tensor:
     if isinstance(weight, Tensor):
+        weight = weight.to(total.device)
         return torch.where(weight > 0, total / weight, torch.zeros_like(weight)).to(total.dtype)
     return total / weight if weight else torch.zeros_like(total)
 
