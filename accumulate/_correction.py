@@ -78,7 +78,8 @@ class Correction:
         self._correct_unwrapped(tally)
         if tally.weighted:
             previous = 1.0 if self.mean_weight is None else self.mean_weight
-            self.mean_weight = torch.where(total > 0, total / count, previous)
+            # Never an infinite one: every later scale would be 0.
+            self.mean_weight = torch.where((total > 0) & total.isfinite(), total / count, previous)
 
     def _correct_unwrapped(self, tally: Tally) -> None:
         """Models that no wrapper averages, beside others that one does: their window holds this rank's data alone."""

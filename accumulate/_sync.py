@@ -22,7 +22,8 @@ from ._resuming import Resuming
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.utils.hooks import RemovableHandle
+
+    from ._typing import Removable
 
 __all__ = ["Found", "SyncControl", "acquire", "begin", "find", "matches", "register", "release"]
 
@@ -54,7 +55,7 @@ class SyncControl(ABC):
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.hooks: list[RemovableHandle] = []
+        self.hooks: list[Removable] = []
         self.users = 0
         self.drop = False
         """Set during a micro-batch of weight 0 whose backward has to run: it must contribute zeros."""

@@ -7,13 +7,19 @@ from typing import Protocol, TypedDict
 
 from torch import Tensor
 
-__all__ = ["BackwardOptions", "Optimizer", "Steppable"]
+__all__ = ["BackwardOptions", "Optimizer", "Removable", "Steppable"]
 
 
 class Steppable(Protocol):
     """A learning-rate scheduler, or whatever else advances once per update."""
 
     def step(self) -> object: ...
+
+
+class Removable(Protocol):
+    """A hook, or whatever else has to be undone when the library leaves a module."""
+
+    def remove(self) -> object: ...
 
 
 class Optimizer(Steppable, Protocol):

@@ -33,19 +33,34 @@ class Updates:
 
     def take(self, optimizers: Sequence[Optimizer], schedulers: Sequence[Steppable], update: int) -> bool:
         """Step everything once and clear the gradients; False if a scaler skips it, and the schedulers then too."""
-        self._taken = {each for each in self._taken if each[1] == update} | {(id(o), update) for o in optimizers}
+        self._taken = {each for each in self._taken if each[1] == update}
         stepped = True
         if self._amp is not None:
             stepped = self._amp.step(_with_params(optimizers))
+            self._taken |= {(id(optimizer), update) for optimizer in optimizers}
         else:
+            self._step_each(optimizers, update)
+        try:
+            for scheduler in schedulers if stepped else ():
+                scheduler.step()
+        finally:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            torch.clear_autocast_cache()  # an outer autocast would go on with casts of the old weights
+        return stepped
+
+    def _step_each(self, optimizers: Sequence[Optimizer], update: int) -> None:
+        """Step them in order; if one raises, those before it are done and need not be called again."""
+        done: list[Optimizer] = []
+        try:
             for optimizer in optimizers:
                 optimizer.step()
-        for scheduler in schedulers if stepped else ():
-            scheduler.step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        torch.clear_autocast_cache()  # an outer autocast would go on with casts of the old weights
-        return stepped
+                done.append(optimizer)
+                self._taken.add((id(optimizer), update))
+        except BaseException:
+            for optimizer in done:
+                optimizer.zero_grad()  # else the next window would add to gradients that are used up
+            raise
 
 
 def _with_params(optimizers: Sequence[Optimizer]) -> list[torch.optim.Optimizer]:

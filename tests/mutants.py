@@ -42,6 +42,7 @@ SCALER, SCALED_RANKS = "unit/test_scaler.py::", "distributed/test_scaler.py::"
 PLAN = "unit/test_plan.py::"
 BAD, CONFORMS = "unit/test_bad_input.py::", "distributed/test_conformance.py::test_conforms"
 BATCHES, AHEAD = "distributed/test_batches.py::", "unit/test_batches.py::"
+FAULTS = "distributed/test_faults.py::"
 CHECK = "unit/test_check.py::"
 CAUSE = CHECK + "test_the_cause_is_told"
 POLICIES, VERIFY = "distributed/test_policies.py::", "distributed/test_verify.py::"
@@ -748,10 +749,45 @@ MUTANTS = (
     ),
     Mutant(
         "forget to restore DDP's flag",
-        "wrappers/ddp.py",
-        'self._attributes["require_backward_grad_sync"] = self._flag',
+        "wrappers/_ddp_reducer.py",
+        'self._attributes["require_backward_grad_sync"] = True',
         "pass",
         DDP + "test_case_48_an_exception_off_the_boundary_then_a_backward_without_the_library",
+    ),
+    Mutant(
+        "Ctrl-C in forward leaves DDP's flag off",
+        "wrappers/ddp.py",
+        "self._blocks.pop()\n        self._switch.remove()",
+        "self._blocks.pop()",
+        FAULTS + "test_a_fault_in_a_micro_batch_of_every_rank[Ctrl-C-in forward-ddp]",
+    ),
+    Mutant(
+        "closing leaves DDP's flag off after Ctrl-C",
+        "wrappers/ddp.py",
+        "            self._switch,\n",
+        "",
+        FAULTS + "test_ctrl_c_in_a_forward_outside_any_block_does_not_switch_ddp_off",
+    ),
+    Mutant(
+        "an infinite weight spoils every later window",
+        "_correction.py",
+        "(total > 0) & total.isfinite()",
+        "total > 0",
+        FAULTS + "test_a_weight_that_is_not_finite_spoils_its_own_window_only[inf]",
+    ),
+    Mutant(
+        "an update that raised counts as taken",
+        "_update.py",
+        "                optimizer.step()\n                done.append(optimizer)",
+        "                self._taken.add((id(optimizer), update))\n                optimizer.step()",
+        FAULTS + "test_an_optimizer_that_raises_without_wrapper[step again]",
+    ),
+    Mutant(
+        "gradients stay after half an update",
+        "_update.py",
+        "for optimizer in done:\n                optimizer.zero_grad()",
+        "for optimizer in done:\n                pass",
+        FAULTS + "test_what_was_stepped_before_the_error_is_cleared_and_not_stepped_again",
     ),
     Mutant(
         "an unreduced bucket passes",

@@ -17,7 +17,29 @@ if TYPE_CHECKING:
 
     from ._outputs import Grads
 
-__all__ = ["Arm", "check_reduced", "order_of_buckets", "reduce_all", "refuse_options", "refused"]
+__all__ = ["Arm", "Switch", "check_reduced", "order_of_buckets", "reduce_all", "refuse_options", "refused"]
+
+
+class Switch:
+    """DDP's flag, off for the duration of a forward; it hangs among the hooks, so that the last user's leaving finds it
+    on, too.
+
+    torch 2.13 calls no forward hook after Ctrl-C, nor after any exception in a compiled module.
+    """
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self._attributes = attributes
+        self.is_off = False
+
+    def off(self) -> None:
+        self.is_off = True
+        self._attributes["require_backward_grad_sync"] = False
+
+    def remove(self) -> None:
+        """Back to on, if it is off."""
+        if self.is_off:
+            self.is_off = False
+            self._attributes["require_backward_grad_sync"] = True
 
 
 class Arm:

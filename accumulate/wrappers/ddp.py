@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from .._errors import AccumulateError
 from .._sync import SyncControl
-from ._ddp_reducer import Arm, check_reduced, reduce_all, refuse_options, refused
+from ._ddp_reducer import Arm, Switch, check_reduced, reduce_all, refuse_options, refused
 from ._ddp_resume import DDPResuming
 from ._outputs import Grads, ModuleHook, tensors_in, zeros_like
 
@@ -51,8 +51,7 @@ class DDPControl(SyncControl):
         self.must_run_backward = module.static_graph or synced
         self._blocks: list[bool] = []
         self._armed, self._task = 0, -1
-        self._flag = True
-        self._deferred = False
+        self._flag, self._version = True, -1
         self._inner_outputs: list[Tensor] = []
         self._noted: tuple[int, list[int]] | None = None
         self.before_another_backward = self._note
@@ -60,11 +59,12 @@ class DDPControl(SyncControl):
         self._cycles: list[Arm] = []
         self._late: list[Node] = []
         self._probe = next((p for p in module.parameters() if p.requires_grad), None)
-        self._version = -1
         self._leaves: list[RemovableHandle] = []
         self._reached = partial(self.backward_reached, [])
         self._attributes = vars(module)  # nn.Module.__setattr__ takes 3 us
+        self._switch = Switch(self._attributes)
         self.hooks = [
+            self._switch,
             module.register_forward_pre_hook(ModuleHook(self._before_forward)),
             module.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
         ]
@@ -80,12 +80,12 @@ class DDPControl(SyncControl):
 
     def _before_forward(self, ddp: DistributedDataParallel, args: object) -> None:
         """Keep DDP from deciding in forward, except for the very first forward of a static graph."""
+        self._switch.remove()
         self._flag = ddp.require_backward_grad_sync
         # torch 2.13: a static graph's first backward must be armed by its forward, or the reducer asserts.
         first_static = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
-        self._deferred = self._flag and not first_static
-        if self._deferred:
-            self._attributes["require_backward_grad_sync"] = False
+        if self._flag and not first_static:
+            self._switch.off()
 
     def _after_inner_forward(self, module: object, args: object, output: object) -> None:
         # What find_unused_parameters searches must be alive when backward comes. DDP puts an identity function behind
@@ -94,20 +94,19 @@ class DDPControl(SyncControl):
 
     def _after_forward(self, ddp: DistributedDataParallel, args: object, output: object) -> None:
         inner = self._inner_outputs
-        if inner:
-            self._inner_outputs = []
-        if self._deferred:
-            self._attributes["require_backward_grad_sync"] = self._flag
+        self._inner_outputs = []
+        deferred = self._switch.is_off
+        self._switch.remove()
         if not self._flag or not torch.is_grad_enabled():
             return
-        if isinstance(output, Tensor) and output.requires_grad and self._deferred and not inner:
+        if isinstance(output, Tensor) and output.requires_grad and deferred and not inner:
             self._hang(self._reached, output)
         else:
-            self._hang_on_all(output, inner)
+            self._hang_on_all(output, inner, deferred)
 
-    def _hang_on_all(self, output: object, inner: list[Tensor]) -> None:
+    def _hang_on_all(self, output: object, inner: list[Tensor], deferred: bool) -> None:
         hook: Callable[[Grads], Grads | None] = self._reached
-        if not self._deferred:
+        if not deferred:
             hook = self.count_armed
         elif inner:
             hook = Arm(self.backward_reached, inner)
@@ -179,6 +178,7 @@ class DDPControl(SyncControl):
     @override
     def end(self) -> None:
         self._blocks.pop()
+        self._switch.remove()
         if self._late:
             self._hang_late()
         if self._leaves or self._cycles:
