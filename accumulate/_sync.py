@@ -11,7 +11,7 @@ import importlib
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -52,6 +52,8 @@ class SyncControl(ABC):
     """The group over which ``.grad`` is split without being a DTensor (FSDP1), else None."""
     replica_group: ProcessGroup | None = None
     """The group over which reduced gradients are equal, for ``verify=True``; None if there is none."""
+    local_names: Collection[str] = ()
+    """The parameters of the module that the wrapper leaves to each rank."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -75,8 +75,10 @@ class Verifier:
         """Raise on every rank unless all copies of each gradient are equal, bit for bit."""
         for name, control in self._found:
             if control.replica_group is not None and control.replica_group.size() > 1:
-                named = [(f"{name}.{key}", p.grad) for key, p in control.module.named_parameters() if p.requires_grad]
-                _compare(named, control.replica_group)
+                params = control.module.named_parameters()
+                named = [(key, p.grad) for key, p in params if p.requires_grad and key not in control.local_names]
+                if named:  # not while all of it is frozen
+                    _compare([(f"{name}.{key}", grad) for key, grad in named], control.replica_group)
 
 
 def _place(row: Sequence[int]) -> str:

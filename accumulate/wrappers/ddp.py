@@ -43,13 +43,13 @@ class DDPControl(SyncControl):
     def __init__(self, module: DistributedDataParallel) -> None:
         super().__init__(module)
         self.ddp = module
-        self.replica_group = module.process_group
+        self.replica_group, ignored = module.process_group, module.parameters_to_ignore
         refuse_options(module)
         # A static graph's reducer is flushed by other collectives than its backward runs, so no rank may leave one out.
         # Nor where backward has collectives of its own.
         synced = any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
         self.must_run_backward = module.static_graph or synced
-        self._blocks: list[bool] = []
+        self.local_names, self._blocks = {f"module.{name}" for name in ignored}, list[bool]()
         self._armed, self._task = 0, -1
         self._flag, self._version = True, -1
         self._inner_outputs: list[Tensor] = []

@@ -19,7 +19,8 @@ from support.ranks import on_ranks
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    "name", ["ddp", "ddp-find-unused", "ddp-bf16-hook", "ddp-nested", "fsdp1-full", "fsdp1-no-shard", "fsdp2"]
+    "name",
+    ["ddp", "ddp-ignored", "ddp-find-unused", "ddp-bf16-hook", "ddp-nested", "fsdp1-full", "fsdp1-no-shard", "fsdp2"],
 )
 @pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
 def test_it_is_silent_where_all_is_well(name: str, weighted: bool) -> None:
