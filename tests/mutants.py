@@ -239,8 +239,8 @@ MUTANTS = (
     Mutant(
         "units that the boundary does not use are lost on a 2-D mesh",
         "wrappers/fsdp2.py",
-        "                group.reduce_scatter_unused_params = True\n        elif",
-        "        elif",
+        "            if self._is_hybrid:",
+        "            if False:",
         POLICIES + "test_units_that_the_boundary_does_not_use_are_reduced_on_a_2d_mesh",
     ),
     Mutant(

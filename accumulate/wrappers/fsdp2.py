@@ -54,6 +54,11 @@ def _param_groups(module: nn.Module) -> list[Any]:
     return list(groups.values())
 
 
+def _reduces_unused(group: Any) -> bool:
+    """Whether this torch can reduce what a unit without a gradient still holds."""
+    return getattr(group, "reduce_scatter_unused_params", None) is not None  # end() leaves None where there was none
+
+
 def _was_used(group: Any) -> bool:
     """Whether forward has gathered the group's parameters at least once."""
     return any(hasattr(param, "_unsharded_param") for param in group.fsdp_params)
@@ -95,9 +100,9 @@ class FSDP2Control(SyncControl):
         return tuple(getattr(self._mesh_info, name) for name in names if hasattr(self._mesh_info, name))
 
     @property
-    def shards(self) -> bool:
-        """Whether parameters are split at all; the FSDP-based ``replicate`` keeps them whole."""
-        return hasattr(self._mesh_info, "shard_process_group")
+    def _is_hybrid(self) -> bool:
+        """Whether shards have copies; the FSDP-based ``replicate`` has copies of whole parameters."""
+        return self.replica_group is not None and hasattr(self._mesh_info, "shard_process_group")
 
     @property
     def _mesh_info(self) -> Any:
@@ -132,6 +137,11 @@ class FSDP2Control(SyncControl):
                 f"the {type(self.module).__name__} given to Accumulator lies inside another fully_shard module. "
                 "Pass the outermost module: the reduction is decided there for all of it."
             )
+        if self.policy == "memory" and self._is_hybrid and not _reduces_unused(self._param_groups[0]):
+            raise UnsupportedWrapperError(
+                'policy="memory" on a 2-D mesh needs torch 2.13: before it, what a unit that is unused at the boundary '
+                'holds is lost. Use "balanced" or "speed".'
+            )
         if not self._flags:
             self.disturbed = False
         unchanged = reduce and self.policy == "balanced"
@@ -151,12 +161,7 @@ class FSDP2Control(SyncControl):
             group.post_forward_mesh_info = None
         if self.policy == "memory":
             group.all_reduce_grads = group.all_reduce_grads and reduce
-            if self.replica_group is not None and self.shards:
-                if not hasattr(group, "reduce_scatter_unused_params"):
-                    raise UnsupportedWrapperError(
-                        'policy="memory" on a 2-D mesh needs torch 2.13: before it, what a unit that is unused at the '
-                        'boundary holds is lost. Use "balanced" or "speed".'
-                    )
+            if self._is_hybrid:
                 group.reduce_scatter_unused_params = True
         elif not reduce:
             group.reduce_grads = group.all_reduce_grads = group.reshard_after_backward = False
