@@ -7,7 +7,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -28,6 +29,21 @@ def add_up(amount: float) -> tuple[int, int, float]:
     total = torch.tensor(amount * (dist.get_rank() + 1))
     dist.all_reduce(total)
     return dist.get_rank(), os.getpid(), float(total)
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Known to this file only."""
+
+    content: int
+
+
+def unpack(parcel: Parcel, how: Callable[[Parcel], int]) -> Parcel:
+    return Parcel(how(parcel) + dist.get_rank())
+
+
+def content_of(parcel: Parcel) -> int:
+    return parcel.content
 
 
 def raise_on(rank: int) -> None:
@@ -97,6 +113,14 @@ def test_each_rank_returns_its_result_and_the_workers_stay(pool: Pool) -> None:
     assert len(set(first)) == 2
     assert os.getpid() not in first
     assert first == assert_works(pool)
+
+
+def test_what_only_the_tests_file_defines_can_be_sent_and_returned() -> None:
+    fresh = Pool(2)  # whose workers have not seen this file
+    try:
+        assert fresh.run(unpack, Parcel(4), content_of) == [Parcel(4), Parcel(5)]
+    finally:
+        fresh.close()
 
 
 def test_a_raising_rank_shows_its_traceback_and_the_next_run_works(pool: Pool) -> None:

@@ -115,7 +115,7 @@ def compare(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "fsdp1-full"])
 def test_every_stream_gives_the_oracles_gradients_and_parameters(name: str, ranks: Callable[[int], Pool]) -> None:
-    @settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(scenarios())
     def check(scenario: Scenario) -> None:
         ranks(2).run(loop, scenario, name)

@@ -68,8 +68,10 @@ class RankError(Exception):
 @dataclass(frozen=True)
 class _Job:
     file: str
+    module: str
     qualname: str
-    args: tuple[object, ...]
+    args: bytes
+    """Pickled by themselves, for they may hold what only that file defines."""
     rank: int
     world: int
     rendezvous: str
@@ -79,12 +81,15 @@ class _Job:
 # -- in the worker ----------------------------------------------------------------------------------------------------
 
 
-def _module(file: str) -> ModuleType:
-    """The module of that source file: the one already imported from it, or a new one."""
+def _module(file: str, name: str) -> ModuleType:
+    """The module of that source file: the one already imported from it, or a new one under the parent's name for it."""
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == file:
             return module
-    name = f"shipped_{Path(file).stem}"
+    parts = name.split(".")
+    for end in range(1, len(parts)):  # pickle imports a name's parents, which need not be packages here
+        parent = ".".join(parts[:end])
+        sys.modules.setdefault(parent, ModuleType(parent))
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {file}")
@@ -98,7 +103,7 @@ def _module(file: str) -> ModuleType:
 
 
 def _function(job: _Job) -> Callable[..., object]:
-    found: object = _module(job.file)
+    found: object = _module(job.file, job.module)
     for part in job.qualname.split("."):
         found = getattr(found, part)
     return cast("Callable[..., object]", getattr(found, "each_rank", found))
@@ -131,7 +136,8 @@ def _work(job: _Job) -> object:
         timeout=timedelta(seconds=job.timeout + 30),  # the parent's timeout comes first: it shows the stacks
     )
     try:
-        result = _function(job)(*job.args)
+        function = _function(job)  # first, so that its module is known when the arguments are read
+        result = function(*pickle.loads(job.args))
         dist.barrier()  # no rank leaves the group while another still needs its answer
         return result
     finally:
@@ -261,8 +267,9 @@ class Pool:
         if file is None or "<" in qualname:
             raise ValueError(f"{qualname} cannot be found by name in its source file; give a module-level function")
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+            given, rendezvous = pickle.dumps(args), f"{folder}/rendezvous"
             jobs = [
-                pickle.dumps(_Job(file, qualname, args, rank, self.world, f"{folder}/rendezvous", timeout))
+                pickle.dumps(_Job(file, fn.__module__, qualname, given, rank, self.world, rendezvous, timeout))
                 for rank in range(self.world)
             ]
             try:
